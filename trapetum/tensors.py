@@ -1,0 +1,236 @@
+"""The QuantizedTensor family: what a stored tensor is, and the exact NumPy decode of each layout.
+
+Every quantizer returns one of these, every file format stores one of these, every decoder is tested against
+``dequantize`` of one of these. A *layout* names how numbers are laid out (``dense``, ``codebook``, ...); a *scheme*
+(package ``quantize``) names the search that chose them. Adding a layout is one class here and one line in ``LAYOUTS``.
+
+====================  ==========================================================================================
+layout                value of weight [o, i]
+====================  ==========================================================================================
+``dense``             ``values[o, i]`` as stored
+``codebook``          ``codebook[o, codes[o, i]]``
+====================  ==========================================================================================
+
+A tensor of any rank is a matrix of ``rows = prod(shape[:-1])`` by ``in_features = shape[-1]``; ``shape`` keeps the
+logical form (stacked experts [E, out, in], a leading 1, ...). Vectors and scalars have one row.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.packing import pack_bits, packed_row_bytes, unpack_bits
+
+__all__ = ["LAYOUTS", "CodebookTensor", "DenseTensor", "QuantizedTensor", "matrix_shape"]
+
+_ALL = slice(None)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, in_features) of a tensor of any rank.
+
+    Examples
+    --------
+    >>> matrix_shape((8, 4, 16)), matrix_shape((5,)), matrix_shape(())
+    ((32, 16), (1, 5), (1, 1))
+    """
+    if not shape:
+        return 1, 1
+    return math.prod(shape[:-1]), shape[-1]
+
+
+class QuantizedTensor(ABC):
+    """One stored tensor. Instances are immutable and cheap to slice by rows."""
+
+    layout: ClassVar[str]
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, ``prod(shape[:-1])``."""
+        return matrix_shape(self.shape)[0]
+
+    @property
+    def in_features(self) -> int:
+        """Length of a row, ``shape[-1]``."""
+        return matrix_shape(self.shape)[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes, all overhead counted."""
+        return sum(a.nbytes for a in self.to_arrays().values())
+
+    @property
+    def nbits_per_weight(self) -> float:
+        """Stored bits a weight, all overhead counted; 0 for an empty tensor."""
+        count = math.prod(self.shape)
+        return 8.0 * self.nbytes / count if count else 0.0
+
+    @abstractmethod
+    def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
+        """Decode exactly.
+
+        Parameters
+        ----------
+        rows : slice, optional
+            Rows of the matrix form; all of them, in the logical shape, when omitted.
+
+        Returns
+        -------
+        ndarray of float32, shape ``shape``, or (selected rows, in_features)
+        """
+
+    @abstractmethod
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """The stored arrays by suffix: a tensor NAME is stored as ``NAME.suffix`` (``""``: as NAME itself)."""
+
+    @abstractmethod
+    def params(self) -> dict[str, Any]:
+        """What, beside shape and arrays, is needed to read the arrays (JSON values)."""
+
+    @classmethod
+    @abstractmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], params: Mapping[str, Any]
+    ) -> Self:
+        """Undo :meth:`to_arrays`; raises ``ValueError`` where arrays, shape and params disagree."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenseTensor(QuantizedTensor):
+    """A tensor kept as it was.
+
+    Parameters
+    ----------
+    values : ndarray of any dtype, shape ``shape``
+        bfloat16 and float8 through ml_dtypes.
+    """
+
+    values: NDArray[Any]
+    layout: ClassVar[str] = "dense"
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Logical shape."""
+        return self.values.shape
+
+    def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
+        """Values as float32; see :meth:`QuantizedTensor.dequantize`."""
+        values = self.values if rows is None else self.values.reshape(self.rows, self.in_features)[rows]
+        return values.astype(np.float32)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """One array under the tensor's own name."""
+        return {"": self.values}
+
+    def params(self) -> dict[str, Any]:
+        """Nothing: dtype and shape are in the file."""
+        return {}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], params: Mapping[str, Any]
+    ) -> Self:
+        """Take the one array; its shape must be ``shape``."""
+        values = arrays[""]
+        if values.shape != tuple(shape):
+            raise ValueError(f"stored shape {values.shape} is not {tuple(shape)}")
+        return cls(values)
+
+
+@dataclass(frozen=True, eq=False)
+class CodebookTensor(QuantizedTensor):
+    """One table of ``codebook_size`` values for each output row, and one code a weight.
+
+    Parameters
+    ----------
+    codes : ndarray of uint8, shape (rows, in_features)
+        Index into the row's codebook.
+    codebook : ndarray of float16 or float32, shape (rows, codebook_size)
+        float32 only where float16 would overflow or lose tiny values (see ``quantize.kmeans``).
+    shape : tuple of int, optional
+        Logical shape when it is not (rows, in_features).
+
+    Raises
+    ------
+    ValueError
+        If the arrays do not belong together.
+
+    Examples
+    --------
+    >>> t = CodebookTensor(np.array([[0, 1, 1]], np.uint8), np.array([[-1, 2]], np.float16))
+    >>> t.dequantize().tolist(), t.bits
+    ([[-1.0, 2.0, 2.0]], 1)
+    """
+
+    codes: NDArray[np.uint8]
+    codebook: NDArray[Any]
+    shape: tuple[int, ...] = ()
+    layout: ClassVar[str] = "codebook"
+
+    def __post_init__(self) -> None:
+        if self.codes.ndim != 2 or self.codebook.ndim != 2 or self.codes.dtype != np.uint8:
+            raise ValueError("codes must be uint8 [rows, in_features] and codebook [rows, codebook_size]")
+        if self.codes.shape[0] != self.codebook.shape[0]:
+            raise ValueError(f"{self.codes.shape[0]} rows of codes, {self.codebook.shape[0]} rows of codebook")
+        if self.codebook.dtype not in (np.float16, np.float32):
+            raise ValueError(f"codebook is {self.codebook.dtype}; float16 and float32 are allowed")
+        if not 2 <= self.codebook.shape[1] <= 256:
+            raise ValueError(f"codebook_size is {self.codebook.shape[1]}; 2 to 256 are allowed")
+        object.__setattr__(self, "shape", tuple(self.shape) or self.codes.shape)
+        if matrix_shape(self.shape) != self.codes.shape:
+            raise ValueError(f"shape {self.shape} does not hold {self.codes.shape} codes")
+
+    @property
+    def codebook_size(self) -> int:
+        """Entries a row."""
+        return self.codebook.shape[1]
+
+    @property
+    def bits(self) -> int:
+        """Stored bits a code, ``ceil(log2 codebook_size)``."""
+        return (self.codebook_size - 1).bit_length()
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes: packed codes and codebook."""
+        return self.codes.shape[0] * packed_row_bytes(self.codes.shape[1], self.bits) + self.codebook.nbytes
+
+    def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
+        """``codebook[o, codes[o, i]]``; see :meth:`QuantizedTensor.dequantize`."""
+        part = _ALL if rows is None else rows
+        table = self.codebook[part].astype(np.float32)
+        values = np.take_along_axis(table, self.codes[part].astype(np.intp), axis=1)
+        return values.reshape(self.shape) if rows is None else values
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """``codes`` u8 [rows, packed bytes], a bit stream (see ``packing``), and ``codebook`` [rows, K]."""
+        return {"codes": pack_bits(self.codes, self.bits), "codebook": self.codebook}
+
+    def params(self) -> dict[str, Any]:
+        """The codebook size."""
+        return {"codebook_size": self.codebook_size}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], params: Mapping[str, Any]
+    ) -> Self:
+        """Unpack the codes; every code must be below the codebook size."""
+        codebook = arrays["codebook"]
+        if codebook.ndim != 2 or codebook.shape[1] != params["codebook_size"]:
+            raise ValueError(f"codebook has shape {codebook.shape}; [rows, {params['codebook_size']}] expected")
+        bits = (codebook.shape[1] - 1).bit_length()
+        codes = unpack_bits(arrays["codes"], bits, matrix_shape(tuple(shape))[1])
+        if codes.size and int(codes.max()) >= codebook.shape[1]:
+            raise ValueError(f"code {int(codes.max())} has no entry in a codebook of {codebook.shape[1]}")
+        return cls(codes, codebook, tuple(shape))
+
+
+LAYOUTS: dict[str, type[QuantizedTensor]] = {c.layout: c for c in (DenseTensor, CodebookTensor)}
