@@ -1,0 +1,1 @@
+"""The command line: a typer app, one thin module a command."""

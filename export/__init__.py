@@ -1,0 +1,1 @@
+"""Artifact -> the files that other engines run. Contains no algorithm."""

@@ -1,0 +1,1 @@
+"""Bytes <-> arrays: one module a file format. Knows no policy."""

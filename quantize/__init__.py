@@ -1,0 +1,1 @@
+"""Arrays -> QuantizedTensor: the searches, the recipes, the plan and the job. Knows no file format."""

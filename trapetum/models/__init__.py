@@ -1,0 +1,1 @@
+"""What a checkpoint means: config -> architecture, tensor roles, per-architecture rules."""

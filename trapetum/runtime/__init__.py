@@ -1,0 +1,1 @@
+"""Torch-free forward pass over any source: logits, generation, perplexity, comparison, verification."""
