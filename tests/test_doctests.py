@@ -1,0 +1,23 @@
+"""Every example in a docstring is run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import trapetum
+
+MODULES = sorted(m.name for m in pkgutil.walk_packages(trapetum.__path__, "trapetum.") if not m.name.endswith("__main__"))
+
+
+def test_the_walk_finds_the_packages() -> None:
+    assert {"trapetum.tensors", "trapetum.quantize.kmeans", "trapetum.formats.safetensors"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
