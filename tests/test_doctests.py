@@ -10,7 +10,9 @@ import pytest
 
 import trapetum
 
-MODULES = sorted(m.name for m in pkgutil.walk_packages(trapetum.__path__, "trapetum.") if not m.name.endswith("__main__"))
+MODULES = sorted(
+    m.name for m in pkgutil.walk_packages(trapetum.__path__, "trapetum.") if not m.name.endswith("__main__")
+)
 
 
 def test_the_walk_finds_the_packages() -> None:

@@ -64,7 +64,9 @@ def test_built_wheel_runs_from_another_folder(repository: Path, tmp_path: Path) 
 
     venv.create(tmp_path / "venv", with_pip=True)
     binary = tmp_path / "venv" / "bin"
-    subprocess.run([str(binary / "pip"), "install", "--quiet", str(wheel)], check=True, capture_output=True, text=True)
+    subprocess.run(
+        [str(binary / "pip"), "install", "--quiet", str(wheel)], check=True, capture_output=True, text=True
+    )
     work = tmp_path / "elsewhere"
     work.mkdir()
     model = repository / "models" / "books-2m"
@@ -75,6 +77,8 @@ def test_built_wheel_runs_from_another_folder(repository: Path, tmp_path: Path) 
         ["verify", "artifact", "--source", str(model)],
         ["run", "model.cbk", "--prompt", "The old house", "-n", "4"],
     ):
-        done = subprocess.run([str(binary / "trapetum"), *arguments], cwd=work, capture_output=True, text=True)
+        done = subprocess.run(
+            [str(binary / "trapetum"), *arguments], cwd=work, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
     assert (work / "model.cbk").stat().st_size > 1_000_000
