@@ -1,0 +1,172 @@
+"""config.json with every spelling normalised: what shapes, the forward pass and the exporters need.
+
+Missing keys take the default that transformers has for the family (column ``defaults`` of the architecture
+table); a key without a sensible default, a value of the wrong type, or an option that would change the
+numbers and that we do not compute is an error that names the key. Nothing that matters is ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.models.architectures import Architecture, resolve, text_config
+from trapetum.models.rope import Rope, parse_rope
+
+__all__ = ["ModelConfig", "parse_config"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What config.json says, in one spelling.
+
+    Parameters
+    ----------
+    architecture : Architecture
+    hidden_size, intermediate_size, num_hidden_layers, vocab_size : int
+    num_attention_heads, num_key_value_heads, head_dim : int
+    rms_norm_eps : float
+    rope : Rope
+    tie_word_embeddings : bool
+        The head is the embedding.
+    windows : tuple of (int or None), one a layer
+        Sliding window: a position sees itself and the ``window - 1`` before it.
+    max_position_embeddings : int, optional
+        Longest context; None where the file does not say.
+    dtype : str, optional
+        As stated (``dtype`` or ``torch_dtype``); the tensors' own dtypes are what counts.
+    bos_token_ids, eos_token_ids : tuple of int
+    """
+
+    architecture: Architecture
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]
+    max_position_embeddings: int | None = None
+    dtype: str | None = None
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+
+    @cached_property
+    def dimensions(self) -> dict[str, int]:
+        """The symbolic dimensions of the architecture table."""
+        return {
+            "hidden": self.hidden_size,
+            "intermediate": self.intermediate_size,
+            "vocab": self.vocab_size,
+            "head": self.head_dim,
+            "query": self.num_attention_heads * self.head_dim,
+            "key_value": self.num_key_value_heads * self.head_dim,
+        }
+
+
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Normalise the content of config.json.
+
+    Parameters
+    ----------
+    config : mapping
+
+    Raises
+    ------
+    CheckpointError
+        If a key is missing or has an impossible value; names file and key.
+    UnsupportedModelError
+        If the architecture, the activation or the rope type is not known.
+
+    Examples
+    --------
+    >>> c = parse_config({"model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    ...                   "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
+    ...                   "rope_parameters": {"rope_theta": 5e5}})
+    >>> c.head_dim, c.num_key_value_heads, c.rope.theta, c.tie_word_embeddings
+    (16, 4, 500000.0, False)
+    """
+    arch = resolve(config)
+    stated = {k: v for k, v in text_config(config).items() if v is not None}
+    given = {**arch.defaults, **text_config(config)}  # an explicit null wins over a family's default
+    given = {k: v for k, v in given.items() if v is not None}
+    act = given.get("hidden_act", given.get("hidden_activation", "silu"))
+    if act != "silu":
+        raise UnsupportedModelError(f"config.json: hidden_act is {act!r}; silu is supported")
+    hidden, heads = _integer(given, "hidden_size"), _integer(given, "num_attention_heads")
+    layers = _integer(given, "num_hidden_layers")
+    kv_heads = _integer(given, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads is {heads}, not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if "head_dim" not in given and hidden % heads:
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden} is not a multiple of {heads} heads and head_dim is missing"
+        )
+    head_dim = _integer(given, "head_dim", default=hidden // heads)
+    windows = arch.windows(given, layers)
+    for window in set(windows) - {None}:
+        _integer({"sliding_window": window}, "sliding_window")
+    dtype = stated.get("dtype", stated.get("torch_dtype"))
+    return ModelConfig(
+        architecture=arch,
+        hidden_size=hidden,
+        intermediate_size=_integer(given, "intermediate_size"),
+        num_hidden_layers=layers,
+        vocab_size=_integer(given, "vocab_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=_number(given, "rms_norm_eps", default=1e-6),
+        rope=parse_rope(stated, head_dim),
+        tie_word_embeddings=_flag(given, "tie_word_embeddings", default=False),
+        windows=windows,
+        max_position_embeddings=_integer(given, "max_position_embeddings")
+        if "max_position_embeddings" in given
+        else None,
+        dtype=str(dtype).removeprefix("torch.") if dtype is not None else None,
+        bos_token_ids=_ids(stated, "bos_token_id"),
+        eos_token_ids=_ids(stated, "eos_token_id"),
+    )
+
+
+def _integer(given: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    value = given.get(key, default)
+    if value is None:
+        raise CheckpointError(f"config.json: key {key!r} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is expected")
+    return value
+
+
+def _number(given: Mapping[str, Any], key: str, *, default: float) -> float:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise CheckpointError(f"config.json: {key} is {value!r}; a number >= 0 is expected")
+    return float(value)
+
+
+def _flag(given: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    value = given.get(key, default)
+    if not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} is {value!r}; true or false is expected")
+    return value
+
+
+def _ids(given: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    value = given.get(key, [])
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if any(isinstance(v, bool) or not isinstance(v, int) for v in values):
+        raise CheckpointError(
+            f"config.json: {key} is {value!r}; an integer or a list of integers is expected"
+        )
+    return tuple(v for v in values if v >= 0)  # -1 stands for "none" in some old configs
