@@ -1,0 +1,344 @@
+"""Recipes: an ordered list of rules that gives every tensor a scheme, written in TOML.
+
+::
+
+    name = "mine"
+    description = "4 bits, the first and last blocks and the head at 8"
+    bits = 4                        # what a rule without bits means
+    scheme = "kmeans"
+    effort = "default"              # fast | default | high
+    seed = 0
+
+    [[rules]]                       # first match wins
+    role = ["attention", "mlp"]     # a role, a group of roles, or a list of them
+    layers = "0,30-31"              # optional; block numbers
+    bits = 8
+
+    [[rules]]
+    glob = "model.layers.*.mlp.down_proj.weight"    # or: regex = "..." (must match the whole name)
+    keep = true
+
+After a recipe's own rules come :data:`DEFAULT_RULES`: norms, biases, routers, embeddings, buffers and unknown tensors
+are kept, an untied head takes 8 bits, every other linear layer takes the recipe's ``bits``. The *resolved* recipe
+spells everything out (flags merged in, default rules appended); it is what the artifact stores and what a resumed job
+compares. Resolving a resolved recipe changes nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from trapetum.errors import RecipeError
+from trapetum.quantize.schemes import BITS, SCHEMES, Keep, Scheme, scheme_from_bits
+
+__all__ = ["DEFAULT_RULES", "GROUPS", "ROLES", "Recipe", "Rule", "list_recipes", "load_recipe", "resolve_recipe"]
+
+Effort = Literal["fast", "default", "high"]
+Kind = Literal[
+    "embed", "q", "k", "v", "o", "gate", "up", "down", "head", "norm", "bias", "router", "buffer", "other",
+    "attention", "mlp", "experts", "linear",
+]  # fmt: skip
+
+# A group stands for several roles; "experts" also asks that the tensor belongs to a routed expert.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "attention": ("q", "k", "v", "o"),
+    "mlp": ("gate", "up", "down"),
+    "experts": ("gate", "up", "down"),
+    "linear": ("q", "k", "v", "o", "gate", "up", "down"),
+}
+ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
+
+
+def _known_scheme(value: str) -> str:
+    if value not in BITS:
+        raise ValueError(f"is {value!r}; allowed: {', '.join(sorted(BITS))}")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Rule(BaseModel):
+    """One rule: which tensors, and what happens to them.
+
+    Exactly one of ``glob``, ``regex`` and ``role`` selects tensors; ``layers`` narrows the selection. ``keep`` excludes
+    ``scheme``, ``bits`` and ``effort``; what is left out comes from the recipe's top level.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    glob: list[str] | None = Field(None, min_length=1)
+    regex: str | None = None
+    role: list[Kind] | None = Field(None, min_length=1)
+    layers: str | None = None
+    scheme: str | None = None
+    bits: int | None = None
+    effort: Effort | None = None
+    keep: bool = False
+
+    _lists = field_validator("glob", "role", mode="before")(_listed)
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as e:
+            raise ValueError(f"is not a regular expression: {e}") from e
+        return value
+
+    @field_validator("layers")
+    @classmethod
+    def _ranges(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
+            raise ValueError("must be block numbers and ranges such as '0-3,28,30-31'")
+        return value
+
+    @field_validator("scheme")
+    @classmethod
+    def _scheme(cls, value: str | None) -> str | None:
+        return None if value is None else _known_scheme(value)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Rule:
+        selectors = [k for k in ("glob", "regex", "role") if getattr(self, k) is not None]
+        if len(selectors) != 1:
+            raise ValueError(f"needs exactly one of glob, regex, role; found {', '.join(selectors) or 'none'}")
+        if self.keep and (self.scheme or self.bits or self.effort):
+            raise ValueError("keep = true cannot go with scheme, bits or effort")
+        return self
+
+    @cached_property
+    def _layer_ranges(self) -> list[tuple[int, int]]:
+        pairs = [part.partition("-") for part in (self.layers or "").split(",") if part]
+        return [(int(a), int(b or a)) for a, _, b in pairs]
+
+    def matches(self, name: str, kind: str, layer: int | None, expert: bool) -> bool:
+        """Whether this rule selects a tensor.
+
+        Parameters
+        ----------
+        name : str
+            The checkpoint's name of the tensor.
+        kind : str
+            Its role.
+        layer : int or None
+            Its block.
+        expert : bool
+            Whether it belongs to routed experts.
+        """
+        if self._layer_ranges and (layer is None or not any(a <= layer <= b for a, b in self._layer_ranges)):
+            return False
+        if self.glob is not None:
+            return any(fnmatchcase(name, g) for g in self.glob)
+        if self.regex is not None:
+            return re.fullmatch(self.regex, name) is not None
+        return any(
+            kind in GROUPS.get(r, (r,)) and (expert or r != "experts") for r in self.role or ()
+        )
+
+    def __str__(self) -> str:
+        """What selects, for messages."""
+        selectors = {"glob": self.glob, "regex": self.regex, "role": self.role, "layers": self.layers}
+        return ", ".join(f"{k} = {json.dumps(v)}" for k, v in selectors.items() if v is not None)
+
+
+DEFAULT_RULES: tuple[Rule, ...] = (
+    Rule(role=["norm", "bias", "router", "buffer", "other", "embed"], keep=True),
+    Rule(role=["head"], scheme="kmeans", bits=8),
+    Rule(role=["linear"]),
+)
+
+
+class Recipe(BaseModel):
+    """A recipe; see the module's page for the meaning of each key."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str = "custom"
+    description: str = ""
+    scheme: str = "kmeans"
+    bits: int = 4
+    effort: Effort = "default"
+    seed: int = Field(0, ge=0)
+    rules: tuple[Rule, ...] = Field((), strict=False)
+
+    @field_validator("scheme")
+    @classmethod
+    def _scheme(cls, value: str) -> str:
+        return _known_scheme(value)
+
+    def scheme_of(self, rule: Rule) -> Scheme:
+        """The scheme that ``rule`` gives, with this recipe's defaults filled in."""
+        if rule.keep:
+            return Keep()
+        bits = self.bits if rule.bits is None else rule.bits
+        return scheme_from_bits(rule.scheme or self.scheme, bits, rule.effort or self.effort)
+
+    def find(self, name: str, kind: str, layer: int | None = None, expert: bool = False) -> int | None:
+        """Index of the first rule that selects a tensor, or None."""
+        hits = (i for i, r in enumerate(self.rules) if r.matches(name, kind, layer, expert))
+        return next(hits, None)
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe as JSON values with nothing left implicit but what a rule leaves to the top level."""
+        return {
+            "name": self.name,
+            "scheme": self.scheme,
+            "bits": self.bits,
+            "effort": self.effort,
+            "seed": self.seed,
+            "rules": [r.model_dump(exclude_defaults=True) for r in self.rules],
+        }
+
+
+def list_recipes() -> dict[str, str]:
+    """The shipped recipes: name -> one line of description, in alphabetical order."""
+    found = {}
+    for entry in sorted(files("trapetum.recipes").iterdir(), key=lambda e: e.name):
+        if entry.name.endswith(".toml"):
+            found[entry.name.removesuffix(".toml")] = tomllib.loads(entry.read_text("utf-8"))["description"]
+    return found
+
+
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """Read a shipped recipe by name, or a TOML file (or the JSON of a resolved recipe) by path.
+
+    Raises
+    ------
+    RecipeError
+        If there is no such recipe, or it has a wrong key or value; the message carries the key's path.
+    """
+    shipped = list_recipes()
+    if str(name_or_path) in shipped:
+        text, origin = files("trapetum.recipes").joinpath(f"{name_or_path}.toml").read_text("utf-8"), ""
+    else:
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise RecipeError(
+                f"recipe {str(name_or_path)!r} is neither a file nor one of: {', '.join(shipped)}",
+                hint="`trapetum recipes` lists the shipped recipes.",
+            )
+        origin = f"{path}: "
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise RecipeError(f"{path}: cannot be read as UTF-8 text ({e})") from e
+    try:
+        data = json.loads(text) if str(name_or_path).endswith(".json") else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as e:
+        raise RecipeError(f"{origin}not a valid recipe file: {e}") from e
+    return _validated(data, origin, default_name=Path(name_or_path).stem)
+
+
+def resolve_recipe(
+    recipe: str | Path | Recipe | dict[str, Any] | None = None,
+    *,
+    bits: float | None = None,
+    scheme: str | None = None,
+    effort: str = "default",
+    seed: int = 0,
+) -> Recipe:
+    """Merge a recipe with the options of a call and append the default rules.
+
+    Parameters
+    ----------
+    recipe : str, Path, Recipe or dict, optional
+        A shipped name, a file, or the content; without one, the shipped recipe for ``bits`` is taken.
+    bits : float, optional
+        Replaces the recipe's top-level ``bits``; 4 when there is no recipe either.
+    scheme, effort, seed
+        Replace the recipe's; ``"default"`` and 0 leave them as they are.
+
+    Raises
+    ------
+    RecipeError
+        If an option or the recipe is wrong, or asks for what is not available.
+    """
+    width = None if bits is None else _whole_bits(bits, scheme)
+    if recipe is None:
+        wanted = 4 if width is None else width
+        named = "4bit-head8" if wanted == 4 else f"{wanted}bit"
+        recipe = named if named in list_recipes() else Recipe(name=named, bits=wanted)
+    if isinstance(recipe, dict):
+        recipe = _validated(recipe, "", default_name="custom")
+    base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    changes: dict[str, Any] = {}
+    if width is not None and width != base.bits:
+        changes["bits"] = width
+    if scheme is not None:
+        changes["scheme"] = scheme
+    if effort != "default":
+        changes["effort"] = effort
+    if seed:
+        changes["seed"] = seed
+    rules = base.rules
+    if rules[-len(DEFAULT_RULES) :] != DEFAULT_RULES:
+        rules = (*rules, *DEFAULT_RULES)
+    merged = {**base.model_dump(exclude={"rules"}), **changes}
+    result = _validated({**merged, "rules": [r.model_dump() for r in rules]}, "", default_name=base.name)
+    for i, rule in enumerate(result.rules):
+        try:
+            result.scheme_of(rule)
+        except RecipeError as e:
+            where = f"rules[{i}]" if i < len(base.rules) else "recipe"
+            raise RecipeError(f"{where}: {e.message}", hint=e.hint) from e
+    return result
+
+
+def _whole_bits(bits: float, scheme: str | None) -> int:
+    """The whole number of bits, or the reason why there is none."""
+    if scheme is None and bits in (2, 1.58):
+        family = "additive codebooks" if bits == 2 else "ternary weights"
+        raise RecipeError(
+            f"bits is {bits:g}, which means {family}; that scheme is not available yet",
+            hint="Use --bits 3, 4, 5, 6 or 8 (or --scheme kmeans --bits 2 for 4-entry codebooks).",
+        )
+    widths = BITS.get(scheme or "kmeans", {})
+    if bits not in widths:
+        if scheme is not None and scheme not in SCHEMES:
+            raise RecipeError(f"scheme is {scheme!r}; available: {', '.join(sorted(BITS))}")
+        allowed = [b for b in widths if scheme is not None or b != 2]
+        raise RecipeError(f"bits is {bits:g}; allowed: {', '.join(map(str, allowed))}")
+    return int(bits)
+
+
+def _validated(data: dict[str, Any], origin: str, default_name: str) -> Recipe:
+    """Validate; the first fault becomes one sentence with the path of its key."""
+    try:
+        return Recipe.model_validate({"name": default_name, **data})
+    except ValidationError as e:
+        fault = e.errors(include_url=False)[0]
+        raise _fault(origin, fault["loc"], fault["type"], fault["msg"], fault["input"], fault.get("ctx")) from None
+
+
+def _fault(
+    origin: str, loc: Sequence[str | int], kind: str, message: str, found: Any, ctx: dict[str, Any] | None
+) -> RecipeError:
+    path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in loc).lstrip(".") or "recipe"
+    if kind == "extra_forbidden":
+        allowed = list((Rule if len(loc) > 1 else Recipe).model_fields)
+        near = difflib.get_close_matches(str(loc[-1]), allowed, n=1)
+        return RecipeError(
+            f"{origin}{path}: unknown key; allowed here: {', '.join(allowed)}",
+            hint=f"Did you mean {near[0]!r}?" if near else None,
+        )
+    if kind == "literal_error":
+        allowed = list(get_args(Kind if "role" in loc else Effort))
+        return RecipeError(f"{origin}{path}: {found!r} is not allowed; allowed: {', '.join(allowed)}")
+    text = str((ctx or {}).get("error", message))
+    if kind != "value_error":
+        text = f"{text[0].lower()}{text[1:]}; found {found!r}"
+    return RecipeError(f"{origin}{path}: {text}")
