@@ -1,0 +1,298 @@
+"""Reading .cbk files; ``formats.cbk_records`` says what is in one, docs/formats/cbk.md is the byte table.
+
+The format has no names, no checksum and no real vocabulary size, so this reader trusts nothing: opening
+checks magic, header, every size rule and the exact length of the file; loading a tensor checks that its
+floats are finite; :meth:`CbkFile.faults` reads everything once, padding and the manifest's checksums
+included. What the file cannot say is taken from the files beside it (manifest, config.json, tokenizer.json)
+if they fit its header.
+
+Codebooks are float32 on disk, while the GPU runtimes round them to float16 at upload: a loaded tensor keeps
+the float32 values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.errors import FormatError
+from trapetum.formats.cbk_header import MappedFile, read_header
+from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16
+from trapetum.formats.cbk_records import CbkHeader, Record
+from trapetum.formats.strict_json import parse_json, shown
+from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor
+
+__all__ = ["MODEL_FILE", "CbkFile", "manifest_paths", "padded_vocab"]
+
+MODEL_FILE = "model.cbk"
+_DENSE: dict[str, np.dtype[Any]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
+# Rows of these two are padded; by name, so that the record tables need not say it.
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+# Keys that a config.json beside the file may add; the others are the header's, or mean another architecture.
+_BORROWED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_CHUNK = 16 << 20
+
+
+def padded_vocab(vocab_size: int) -> int:
+    """The next multiple of 256, as the header stores it."""
+    return -(-vocab_size // 256) * 256
+
+
+def manifest_paths(path: Path) -> list[Path]:
+    """Where the manifest of a .cbk may lie: ``X.cbk.json``, and ``manifest.json`` beside ``model.cbk``."""
+    beside = [path.with_name(path.name + ".json")]
+    return [*beside, path.with_name("manifest.json")] if path.name == MODEL_FILE else beside
+
+
+class CbkFile:
+    """A .cbk as a ``TensorSource``: Hugging Face names, [out, in] order; made by :meth:`open`.
+
+    Rows that only pad the vocabulary are hidden where the real size is known (``vocab_known``).
+
+    Attributes
+    ----------
+    header : CbkHeader
+    records : dict of str to Record
+    manifest : dict or None
+        Content of the manifest beside the file.
+    vocab_known : bool
+        Whether ``config["vocab_size"]`` is the real size rather than the padded one.
+    """
+
+    kind = "cbk"
+
+    def __init__(self, path: Path, data: MappedFile, header: CbkHeader) -> None:
+        self.path = path
+        self.header = header
+        self.records: dict[str, Record] = {r.name: r for r in header.records()}
+        self.notes: list[str] = []
+        self._data = data
+        self.manifest = self._read_manifest()
+        beside = self._neighbour_config()
+        self.vocab_known = "vocab_size" in beside
+        self.config = self._synthesize(beside)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> CbkFile:
+        """Open and check everything that the header decides.
+
+        Parameters
+        ----------
+        path : path
+            The file, or a folder that holds ``model.cbk``.
+        mmap : bool
+            Map the file; where that is refused it is read with ``pread``.
+
+        Raises
+        ------
+        FormatError
+            If magic, header, sizes or length of the file are wrong.
+        """
+        file = Path(path)
+        if file.is_dir():
+            file = file / MODEL_FILE
+        try:
+            data = MappedFile(file, mmap=mmap)
+        except OSError as error:
+            raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
+        try:
+            return cls(file, data, read_header(file, data))
+        except BaseException:
+            data.close()
+            raise
+
+    def names(self) -> list[str]:
+        """Names in file order."""
+        return list(self.records)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape without padding rows, where the real vocabulary is known."""
+        record = self.records[name]
+        if name in _VOCABULARY and self.vocab_known:
+            return int(self.config["vocab_size"]), record.shape[1]
+        return record.shape
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Stored dtype of a dense record; float32 for a codebook."""
+        return _DENSE.get(self.records[name].kind, np.dtype("<f4"))
+
+    def layout(self, name: str) -> str:
+        """``dense`` or ``codebook``."""
+        return "dense" if self.records[name].kind in _DENSE else "codebook"
+
+    def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """One tensor, or some of its rows.
+
+        Parameters
+        ----------
+        name : str
+        rows : slice, optional
+            Rows of the matrix, step 1.
+
+        Returns
+        -------
+        DenseTensor (f16, f32) or CodebookTensor (codebook float32)
+
+        Raises
+        ------
+        FormatError
+            If a value is not finite.
+        """
+        record, shape = self.records[name], self.shape(name)
+        matrix = shape if len(shape) == 2 else (1, *shape)
+        start, stop, _ = (rows or slice(None)).indices(matrix[0])
+        if self.layout(name) == "dense":
+            dtype = _DENSE[record.kind]
+            step = matrix[1] * dtype.itemsize
+            raw = self._data.read(record.offset + start * step, max(stop - start, 0) * step)
+            values = raw.view(dtype).reshape(-1, matrix[1])
+            self._finite(name, values)
+            return DenseTensor(values if rows is not None else values.reshape(shape))
+        packed, table = self._matrix(record)
+        codes, codebook = unpack_s16(packed, table, slice(start, stop))
+        self._finite(name, codebook)
+        return CodebookTensor(codes, codebook)
+
+    def tokenizer_file(self) -> Path | None:
+        """``tokenizer.json`` beside the file."""
+        file = self.path.with_name("tokenizer.json")
+        return file if file.is_file() else None
+
+    def side_files(self) -> list[Path]:
+        """config, tokenizer and generation files that travel with a folder export."""
+        if self.path.name != MODEL_FILE:
+            return [f for f in [self.tokenizer_file()] if f is not None]
+        names = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+        return [f for f in (self.path.with_name(n) for n in names) if f.is_file()]
+
+    def faults(self, advance: Callable[[int], None] = lambda count: None) -> Iterator[tuple[str, str]]:
+        """Read everything once and yield what is wrong.
+
+        Parameters
+        ----------
+        advance : callable
+            Called with the bytes of each record read.
+
+        Yields
+        ------
+        (record name or "header", sentence)
+            Values that are not finite, padding that is not zero, checksums that differ from the manifest's.
+        """
+        known = {e["name"]: e.get("sha256") for e in (self.manifest or {}).get("records", [])}
+        header = self._data.read(0, self.header.nbytes)
+        if self.manifest and hashlib.sha256(header.data).hexdigest() != self.manifest.get("header_sha256"):
+            yield "header", "the header differs from the manifest's checksum"
+        for name, record in self.records.items():
+            if self.manifest is not None and self._digest(record) != known.get(name):
+                yield name, "the bytes differ from the manifest's checksum"
+            if record.kind in _DENSE:
+                values = self._data.read(record.offset, record.nbytes).view(_DENSE[record.kind])
+                padding = values.reshape(record.shape)[self.shape(name)[0] :]
+            else:
+                values = self._matrix(record)[1]
+                padding = values[:, self.shape(name)[0] :]
+            if bad := int(np.count_nonzero(~np.isfinite(values))):
+                yield name, f"{bad} values are not finite"
+            if np.any(padding):
+                yield name, "rows that pad the vocabulary are not zero"
+            self.release(name)
+            advance(record.nbytes)
+
+    def release(self, name: str) -> None:
+        """Let the system drop this tensor's pages."""
+        record = self.records[name]
+        self._data.release(record.offset, record.nbytes)
+
+    def close(self) -> None:
+        """Give the file back; arrays loaded before stay valid."""
+        self._data.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _matrix(self, record: Record) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        out, inputs = record.shape
+        packed = self._data.read(record.offset, inputs * out // 2).reshape(inputs, out // 2)
+        table = self._data.read(record.offset + packed.nbytes, 4 * ENTRIES * out)
+        return packed, table.view("<f4").reshape(ENTRIES, out)
+
+    def _digest(self, record: Record) -> str:
+        digest = hashlib.sha256()
+        for start in range(0, record.nbytes, _CHUNK):
+            part = self._data.read(record.offset + start, min(_CHUNK, record.nbytes - start))
+            digest.update(part.data)
+        return digest.hexdigest()
+
+    def _finite(self, name: str, values: NDArray[Any]) -> None:
+        if bad := int(np.count_nonzero(~np.isfinite(values))):
+            raise FormatError(
+                f"{self.path}: tensor {name}: {bad} values are not finite",
+                hint="The file is damaged, or was written from values beyond the range of float16.",
+            )
+
+    def _read_manifest(self) -> dict[str, Any] | None:
+        for file in manifest_paths(self.path):
+            if not file.is_file():
+                continue
+            content = _json_object(file)
+            if content.get("file") not in (None, self.path.name):
+                self.notes.append(f"{file.name} describes {content['file']}; ignored")
+                continue
+            named = [e.get("name") for e in content.get("records", []) if isinstance(e, dict)]
+            if named != list(self.records):
+                raise FormatError(f"{file}: its list of records is not that of {self.path.name}")
+            return content
+        return None
+
+    def _neighbour_config(self) -> dict[str, Any]:
+        """Real vocabulary size and token ids, from the manifest or from config.json."""
+        sizes = self.header.sizes
+        candidates: list[tuple[Path | None, dict[str, Any]]] = []
+        if self.manifest is not None:
+            candidates.append((None, self.manifest.get("config", {})))
+        file = self.path.with_name("config.json")
+        if file.is_file():
+            candidates.append((file, _json_object(file)))
+        for origin, config in candidates:
+            vocab = config.get("vocab_size")
+            fits = isinstance(vocab, int) and vocab > 0 and padded_vocab(vocab) == sizes["vocab"]
+            if origin is None or (fits and config.get("hidden_size") == sizes["hidden"]):
+                if not fits:
+                    raise FormatError(
+                        f"{self.path}: the manifest's vocab_size is {shown(vocab)}, which does not fit "
+                        f"the header's {sizes['vocab']}"
+                    )
+                return {k: config[k] for k in ("vocab_size", *_BORROWED) if config.get(k) is not None}
+            self.notes.append(f"{file.name} beside the file belongs to another model; ignored")
+        return {}
+
+    def _synthesize(self, beside: dict[str, Any]) -> dict[str, Any]:
+        layout, values = self.header.layout, self.header.values
+        return {
+            **layout.config,
+            **{key: values[field] for key, field in layout.config_keys.items()},
+            "trapetum_inv_freq": [float(v) for v in self.header.inv_freq],
+            **beside,
+        }
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(file.read_bytes(), str(file), constants=True)
+    except OSError as error:
+        raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
+    if not isinstance(content, dict):
+        raise FormatError(f"{file}: holds no JSON object")
+    return content
