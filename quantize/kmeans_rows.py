@@ -1,0 +1,507 @@
+"""Whole rows through the codebook search, one thread, no GIL: distinct values, search, rounding, codes.
+
+Two ways to the ascending distinct values of a row, both keep all information:
+
+* *16-bit* inputs (bfloat16, float16): count every bit pattern in a table of 65,536; only the patterns between the
+  row's smallest and largest magnitude are visited. A bfloat16 row of 4,096 weights has about 1,400 distinct values in
+  some 15 binades. Codes then come from a table of labels by bit pattern.
+* *32-bit* inputs arrive sorted; codes come from a branch-free binary search.
+
+A row is mirrored when its largest magnitude is negative (and, where both ends agree, by the next values inwards), so
+that W and -W see the very same numbers and end with mirrored codebooks and equal errors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.jit import jit
+from trapetum.quantize.kmeans_search import (
+    LANES,
+    SEARCH_VERSION,
+    compand,
+    fill_up,
+    polish,
+    refine,
+    solve_groups,
+)
+
+__all__ = ["fit_rows_16", "fit_rows_32"]
+
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+
+_PATTERNS = 65536
+_SIGN = 32768
+_VERSION = SEARCH_VERSION
+
+
+@jit(error_model="numpy")
+def _round_stored(c: float, half: bool) -> float:
+    """Nearest float16 (``half``) or float32; beyond float16's range the result overflows there, not here."""
+    if not half:
+        return float(np.float32(c))
+    if abs(c) < 6.103515625e-05:  # below 2**-14 float16 is a grid of 2**-24
+        big = 1.5 * 2.0**28
+        return (c + big) - big
+    t = c * (2.0**42 + 1.0)  # Veltkamp: the upper 11 of 53 bits, rounded to nearest
+    return t - (t - c)
+
+
+@jit(error_model="numpy")
+def _search(
+    m: int, k: int, params: Any, x: F64, sums: F64, centroids: F64, borders: I32, edges: I32, s: Any
+) -> None:
+    """Borders and centroids of the m > k values ``x``; ``s`` is the tuple of scratch arrays of ``_scratch``."""
+    pw, px, pxx = sums[0], sums[1], sums[2]
+    measure, cube, table, layers, gathered, cand, score = s
+    groups, window, stride, rounds, steps = params
+    if groups > 0:
+        count = compand(m, x, pw, groups, 0.3, measure, cube, edges)
+        if count < k:
+            fill_up(m, k, count, edges)
+            count = k
+        solve_groups(count, k, edges, pw, px, pxx, table, layers, gathered, borders)
+    else:
+        count = compand(m, x, pw, k, 0.0, measure, cube, borders)
+        if count < k:
+            fill_up(m, k, count, borders)
+        polish(k, steps, x, pw, px, centroids, borders)
+    step = stride
+    for _ in range(rounds):
+        refine(k, window, step, pw, px, pxx, cand, score, borders)
+        step = max(1, step // 2)
+    polish(k, steps, x, pw, px, centroids, borders)
+
+
+@jit(error_model="numpy")
+def _store(
+    k: int,
+    m: int,
+    values: F64,
+    centroids: F64,
+    unit: float,
+    origin: float,
+    half: bool,
+    mirrored: bool,
+    codebook: F64,
+    labels: NDArray[np.uint8],
+    middles: F64,
+) -> int:
+    """Round the centroids into ``codebook`` (ascending, true sign) and label each value with its nearest entry.
+
+    Returns the number of distinct entries; the rest repeats the last one. Ties go to the lower entry.
+    """
+    used = 0
+    for b in range(k):
+        c = centroids[k - 1 - b] if mirrored else centroids[b]
+        c = c * unit + origin
+        c = _round_stored(-c if mirrored else c, half) + 0.0
+        if used == 0 or c > codebook[used - 1]:
+            codebook[used] = c
+            used += 1
+    for b in range(used, codebook.size):
+        codebook[b] = codebook[used - 1]
+    for b in range(used - 1):
+        middles[b] = 0.5 * codebook[b] + 0.5 * codebook[b + 1]
+    b = 0
+    for j in range(m):
+        v = -values[m - 1 - j] if mirrored else values[j]
+        while b < used - 1 and v > middles[b]:
+            b += 1
+        labels[m - 1 - j if mirrored else j] = b
+    return used
+
+
+@jit(error_model="numpy")
+def _prefix(m: int, values: F64, weights: F64, x: F64, sums: F64) -> tuple[float, float]:
+    """Scaled values and their prefix sums; returns (unit, origin) with value = x * unit + origin.
+
+    A row of one sign is measured from its end nearest to zero, so that a large offset does not cancel; the unit is
+    a power of two, so scaling is exact and float32 costs neither overflow nor underflow.
+    """
+    origin = values[0] if values[0] > 0.0 else (values[m - 1] if values[m - 1] < 0.0 else 0.0)
+    span = max(values[m - 1] - origin, origin - values[0])
+    unit = 1.0
+    while unit < span:
+        unit *= 2.0
+    while unit > 2.0 * span:
+        unit *= 0.5
+    inverse = 1.0 / unit
+    sw = 0.0
+    sx = 0.0
+    sxx = 0.0
+    pw, px, pxx = sums[0], sums[1], sums[2]
+    pw[0] = px[0] = pxx[0] = 0.0
+    for j in range(m):
+        u = (values[j] - origin) * inverse
+        w = weights[j]
+        x[j] = u
+        sw += w
+        sx += w * u
+        sxx += w * u * u
+        pw[j + 1] = sw
+        px[j + 1] = sx
+        pxx[j + 1] = sxx
+    return unit, origin
+
+
+@jit(error_model="numpy")
+def _fit_distinct(
+    m: int,
+    k: int,
+    params: Any,
+    values: F64,
+    weights: F64,
+    half: bool,
+    mirrored: bool,
+    codebook: F64,
+    labels: NDArray[np.uint8],
+    x: F64,
+    sums: F64,
+    centroids: F64,
+    middles: F64,
+    borders: I32,
+    edges: I32,
+    s: Any,
+) -> int:
+    if m <= k:
+        for j in range(m):
+            centroids[j] = values[j]
+        return _store(m, m, values, centroids, 1.0, 0.0, half, mirrored, codebook, labels, middles)
+    unit, origin = _prefix(m, values, weights, x, sums)
+    _search(m, k, params, x, sums, centroids, borders, edges, s)
+    return _store(k, m, values, centroids, unit, origin, half, mirrored, codebook, labels, middles)
+
+
+@jit(error_model="numpy")
+def _scratch(k: int, params: Any, capacity: int) -> Any:
+    groups, window, _, _, _ = params
+    padded = (max(groups, k) // LANES + 1) * LANES
+    full = padded if groups > 0 else LANES
+    return (
+        np.empty(capacity + 1, np.float64),
+        np.empty(capacity + 1, np.float32),
+        np.empty((full, full), np.float32),
+        np.empty((k if groups > 0 else 1, full), np.float32),
+        np.empty((3, full), np.float64),
+        np.empty((4, k + 1, window), np.float64),
+        np.empty((k + 1, window), np.float64),
+    )
+
+
+@jit(error_model="numpy")
+def fit_rows_16(
+    bits: NDArray[np.uint16],
+    importance: F64,
+    shift: int,
+    power: float,
+    params: Any,
+    half: bool,
+    codebook: F64,
+    codes: NDArray[np.uint8],
+) -> None:
+    """Codebooks and codes of rows of 16-bit floats.
+
+    Parameters
+    ----------
+    bits : ndarray of uint16, shape (rows, in_features)
+        Bit patterns of finite values.
+    importance : ndarray of float64, shape (in_features,) or (0,)
+        Positive weights shared by all rows; empty: all 1.
+    shift, power : int, float
+        The value of magnitude pattern p is ``float32_from_bits(p << shift) * power``.
+    params : tuple of int
+        (groups, window, stride, rounds, steps), see ``kmeans.py``.
+    half : bool
+        Round to float16; else to float32.
+    codebook : ndarray of float64, shape (rows, K), output
+    codes : ndarray of uint8, shape (rows, in_features), output
+    """
+    rows, n = bits.shape
+    k = codebook.shape[1]
+    capacity = min(n, _PATTERNS)
+    weighted = importance.size > 0
+    histogram = np.zeros(_PATTERNS, np.float64)
+    table = np.zeros(_PATTERNS, np.uint8)
+    pattern = np.empty(_PATTERNS + 1, np.int32)
+    weights = np.empty(capacity + 1, np.float64)
+    values = np.empty(capacity + 1, np.float64)
+    x = np.empty(capacity + 1, np.float64)
+    sums = np.empty((3, capacity + 2), np.float64)
+    labels = np.empty(capacity + 1, np.uint8)
+    word = np.empty(1, np.uint32)
+    single = word.view(np.float32)
+    centroids = np.empty(k, np.float64)
+    middles = np.empty(k, np.float64)
+    borders = np.empty(k + 1, np.int32)
+    edges = np.empty(max(params[0], k) + 2, np.int32)
+    s = _scratch(k, params, capacity)
+    for r in range(rows):
+        row = bits[r]
+        top = np.uint16(0)
+        low = np.uint16(0xFFFF)
+        for i in range(n):
+            magnitude = np.uint16(row[i] & np.uint16(0x7FFF))
+            top = max(top, magnitude)
+            low = min(
+                low, np.uint16(magnitude - np.uint16(1))
+            )  # zero becomes 0xFFFF: smallest non-zero, less 1
+        if weighted:
+            for i in range(n):
+                histogram[row[i]] += importance[i]
+        else:
+            for i in range(n):
+                histogram[row[i]] += 1.0
+        # Patterns in ascending order of value: negative magnitudes downwards, zero, positive magnitudes upwards.
+        m = 0
+        first = int(low) + 1
+        last = int(top)
+        for p in range(_SIGN + last, _SIGN + first - 1, -1):
+            w = histogram[p]
+            pattern[m] = p
+            weights[m] = w
+            m += w > 0.0
+            histogram[p] = 0.0
+        w = histogram[0] + histogram[_SIGN]
+        histogram[0] = histogram[_SIGN] = 0.0
+        pattern[m] = 0
+        weights[m] = w
+        m += w > 0.0
+        for p in range(first, last + 1):
+            w = histogram[p]
+            pattern[m] = p
+            weights[m] = w
+            m += w > 0.0
+            histogram[p] = 0.0
+        # Mirror?
+        mirrored = False
+        for j in range(m):
+            a, b = pattern[j] ^ _SIGN, pattern[m - 1 - j]
+            if a != b or weights[j] != weights[m - 1 - j]:
+                ma, mb = pattern[j] & 0x7FFF, pattern[m - 1 - j] & 0x7FFF
+                mirrored = mb > ma or (mb == ma and weights[m - 1 - j] > weights[j])
+                break
+        for j in range(m):
+            q = pattern[j]
+            word[0] = (q & 0x7FFF) << shift
+            v = float(single[0]) * power
+            values[j] = -v if q & _SIGN else v
+        if mirrored:
+            for j in range(m // 2):
+                i = m - 1 - j
+                values[j], values[i] = values[i], values[j]
+                weights[j], weights[i] = weights[i], weights[j]
+                pattern[j], pattern[i] = pattern[i], pattern[j]
+            for j in range(m):
+                values[j] = -values[j]
+        _fit_distinct(
+            m,
+            k,
+            params,
+            values,
+            weights,
+            half,
+            mirrored,
+            codebook[r],
+            labels,
+            x,
+            sums,
+            centroids,
+            middles,
+            borders,
+            edges,
+            s,
+        )
+        for j in range(m):
+            table[pattern[j]] = labels[j]
+        table[_SIGN] = table[0]
+        out = codes[r]
+        for i in range(n):
+            out[i] = table[row[i]]
+
+
+@jit(error_model="numpy")
+def fit_rows_32(
+    rows_values: NDArray[np.float32],
+    ordered: NDArray[np.float32],
+    order: NDArray[np.uint32],
+    importance: F64,
+    params: Any,
+    half: bool,
+    codebook: F64,
+    codes: NDArray[np.uint8],
+) -> None:
+    """Codebooks and codes of rows of float32.
+
+    Parameters
+    ----------
+    rows_values : ndarray of float32, shape (rows, in_features)
+    ordered : ndarray of float32, shape (rows, in_features)
+        The same rows, each sorted ascending.
+    order : ndarray of uint32, shape (rows, in_features) or (rows, 0)
+        Where each sorted value came from; only needed with ``importance``.
+    importance, params, half, codebook, codes
+        As for :func:`fit_rows_16`.
+    """
+    rows, n = rows_values.shape
+    k = codebook.shape[1]
+    weighted = importance.size > 0
+    weights = np.empty(n + 1, np.float64)
+    values = np.empty(n + 1, np.float64)
+    x = np.empty(n + 1, np.float64)
+    sums = np.empty((3, n + 2), np.float64)
+    labels = np.empty(n + 1, np.uint8)
+    centroids = np.empty(k, np.float64)
+    middles = np.empty(256, np.float64)
+    borders = np.empty(k + 1, np.int32)
+    edges = np.empty(max(params[0], k) + 2, np.int32)
+    s = _scratch(k, params, n)
+    for r in range(rows):
+        m = 0
+        previous = np.float32(np.nan)
+        for i in range(n):
+            v = ordered[r, i]
+            w = importance[order[r, i]] if weighted else 1.0
+            if v == previous:
+                weights[m - 1] += w
+            else:
+                values[m] = v
+                weights[m] = w
+                m += 1
+                previous = v
+        mirrored = False
+        for j in range(m):
+            a, b = -values[j], values[m - 1 - j]
+            if a != b or weights[j] != weights[m - 1 - j]:
+                mirrored = b > a or (a == b and weights[m - 1 - j] > weights[j])
+                break
+        if mirrored:
+            for j in range(m // 2):
+                i = m - 1 - j
+                values[j], values[i] = values[i], values[j]
+                weights[j], weights[i] = weights[i], weights[j]
+            for j in range(m):
+                values[j] = -values[j]
+        used = _fit_distinct(
+            m,
+            k,
+            params,
+            values,
+            weights,
+            half,
+            mirrored,
+            codebook[r],
+            labels,
+            x,
+            sums,
+            centroids,
+            middles,
+            borders,
+            edges,
+            s,
+        )
+        half_size = 1
+        while half_size < used:
+            half_size *= 2
+        for b in range(used - 1, half_size):
+            middles[b] = np.inf
+        for i in range(n):
+            v = float(rows_values[r, i])
+            code = 0
+            step = half_size >> 1
+            while step > 0:
+                if v > middles[code + step - 1]:
+                    code += step
+                step >>= 1
+            codes[r, i] = code
+
+
+@jit(error_model="numpy")
+def rows_need_wide(bits: Any, shift: int, power: float, k: int) -> bool:
+    """Whether any row of bit patterns (uint16 or uint32) needs a float32 codebook; rule in ``kmeans.py``."""
+    rows, n = bits.shape
+    seen = np.empty(1024, np.int64)
+    word = np.empty(1, np.uint32)
+    single = word.view(np.float32)
+    sign = np.int64(_SIGN) if bits.itemsize == 2 else np.int64(1) << 31
+    for r in range(rows):
+        row = bits[r]
+        top = np.int64(0)
+        low = sign
+        both = np.int64(-1)
+        either = np.int64(0)
+        for i in range(n):
+            b = np.int64(row[i])
+            magnitude = b & (sign - 1)
+            top = max(top, magnitude)
+            low = min(low, magnitude)
+            both &= b
+            either |= b
+        word[0] = top << shift
+        largest = float(single[0]) * power
+        word[0] = low << shift
+        smallest = float(single[0]) * power
+        if largest > 65504.0 or 0.0 < largest < 6.103515625e-05:
+            return True
+        one_sign = (both & sign) == (either & sign)
+        if one_sign and smallest < largest and largest - smallest < k * largest / 256.0:
+            return True
+        # At most K distinct values, one of them no float16?
+        seen[:] = -1
+        distinct = 0
+        exact = True
+        for i in range(n):
+            b = np.int64(row[i])
+            if b == sign:
+                b = np.int64(0)
+            slot = (b * 40503 >> 4) & 1023
+            while seen[slot] >= 0 and seen[slot] != b:
+                slot = (slot + 1) & 1023
+            if seen[slot] == b:
+                continue
+            seen[slot] = b
+            distinct += 1
+            if distinct > k:
+                break
+            word[0] = (b & (sign - 1)) << shift
+            v = float(single[0]) * power
+            exact &= _round_stored(v, True) == v
+        if distinct <= k and not exact:
+            return True
+    return False
+
+
+@jit(error_model="numpy")
+def row_errors(
+    weight: NDArray[np.float32], codes: NDArray[np.uint8], codebook: NDArray[np.float32], out: F64
+) -> None:
+    """``out[0, r]`` = squared error of row r, ``out[1, r]`` = its sum of squares; eight fixed partial sums a row."""
+    rows, n = weight.shape
+    error = np.empty(8, np.float64)
+    power = np.empty(8, np.float64)
+    for r in range(rows):
+        error[:] = 0.0
+        power[:] = 0.0
+        table = codebook[r]
+        for start in range(0, n - 7, 8):
+            for lane in range(8):
+                v = float(weight[r, start + lane])
+                d = v - float(table[codes[r, start + lane]])
+                error[lane] += d * d
+                power[lane] += v * v
+        for i in range(n - n % 8, n):
+            v = float(weight[r, i])
+            d = v - float(table[codes[r, i]])
+            error[i % 8] += d * d
+            power[i % 8] += v * v
+        a = 0.0
+        b = 0.0
+        for lane in range(8):
+            a += error[lane]
+            b += power[lane]
+        out[0, r] = a
+        out[1, r] = b

@@ -1,0 +1,245 @@
+"""Search for the cluster borders of one sorted row: group, solve the groups exactly, refine, polish.
+
+Input is a row as ``m`` ascending distinct values ``x`` with their weights, given as prefix sums ``pw, px, pxx``
+(length m + 1) of w, w*x and w*x*x: the squared error of any interval costs three subtractions and a division. The
+result is ``borders`` (length K + 1): cluster k holds the values [borders[k], borders[k + 1]).
+
+1. *Group* the values into at most M intervals whose borders follow the density to the power 1/3 (the companding law of
+   Panter and Dite: where an optimal quantizer puts its levels) mixed with equal mass.
+2. *Solve* k-means over the groups exactly: a table of all interval costs, then K rounds of
+   ``F_k(j) = min_i F_{k-1}(i) + cost(i, j)``. Float32, full scan, no divide and conquer: the inner loop is an add and a
+   minimum over contiguous memory, so SIMD makes it faster than the asymptotically better methods at M of about 100.
+3. *Refine*: let every border choose among a window of finer candidates around its place, again all of them at once by
+   dynamic programming (K * window**2 evaluations). This moves borders jointly, which Lloyd's steps cannot.
+4. *Polish* with Lloyd steps; borders only walk, so a step costs O(K).
+
+Plain IEEE arithmetic without libm calls: the result does not depend on the CPU or on the thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.jit import jit
+
+__all__ = ["SEARCH_VERSION", "compand", "refine", "polish", "solve_groups"]
+
+F64 = NDArray[np.float64]
+I32 = NDArray[np.int32]
+
+# numba's disk cache of a caller does not see a change in this file; callers name this constant in their code.
+SEARCH_VERSION = 1
+
+LANES = 32  # groups are padded to a multiple, so the inner loop has no scalar remainder
+
+
+@jit(error_model="numpy")
+def compand(
+    m: int, x: F64, pw: F64, parts: int, mass_share: float, measure: F64, cube: Any, borders: I32
+) -> int:
+    """Cut m values into at most ``parts`` intervals; returns how many, borders in ``borders[0 .. count]``.
+
+    ``cube`` is float32 scratch of length m, ``measure`` float64 scratch of length m.
+    """
+    if m <= parts:
+        for j in range(m + 1):
+            borders[j] = j
+        return m
+    bits = cube.view(np.int32)
+    for j in range(m - 1):
+        gap = x[j + 1] - x[j]
+        cube[j] = np.float32((pw[j + 2] - pw[j]) * gap * gap)
+    third = np.int32(0x2A514067)
+    for j in range(m - 1):  # cube root by the exponent trick, 3 % off at most: only a placement rule
+        bits[j] = bits[j] // np.int32(3) + third
+    total = 0.0
+    for j in range(m - 1):
+        total += cube[j]
+    # A gap can take one border only: cap its measure, else an outlier's gap would eat many borders.
+    for _ in range(3):
+        cap = np.float32(total / parts)
+        total = 0.0
+        for j in range(m - 1):
+            total += min(cube[j], cap)
+    cap = np.float32(total / parts)
+    a = (1.0 - mass_share) / total * parts
+    b = mass_share / pw[m] * parts
+    borders[0] = 0
+    count = 0
+    last = 0
+    s = 0.0
+    for j in range(1, m):
+        s += min(cube[j - 1], cap)
+        group = min(int(a * s + b * pw[j]), parts - 1)
+        if group > last:
+            last = group
+            count += 1
+            borders[count] = j
+    count += 1
+    borders[count] = m
+    return count
+
+
+@jit(error_model="numpy")
+def fill_up(m: int, k: int, count: int, borders: I32) -> None:
+    """Raise the number of intervals from ``count`` to k <= m by cutting single values off, left to right."""
+    j = m
+    b = count
+    for slot in range(k, -1, -1):
+        # The border at ``slot`` is the old border b, unless too few values would remain below for the other slots.
+        if b >= 0 and (slot == b or borders[b] < j):
+            position = borders[b]
+            b -= 1
+        else:
+            position = j - 1
+        borders[slot] = position
+        j = position
+
+
+@jit(error_model="numpy")
+def solve_groups(
+    groups: int,
+    k: int,
+    edges: I32,
+    pw: F64,
+    px: F64,
+    pxx: F64,
+    table: Any,
+    layers: Any,
+    gathered: F64,
+    borders: I32,
+) -> None:
+    """Optimal k intervals over the groups ``edges[0 .. groups]``; k <= groups.
+
+    ``table`` is float32 [groups + LANES, padded], ``layers`` float32 [k, padded], ``gathered`` float64 [3, padded], with
+    ``padded`` a multiple of LANES above ``groups``.
+    """
+    padded = (groups // LANES + 1) * LANES
+    gw, gx, gxx = gathered[0], gathered[1], gathered[2]
+    for j in range(padded):
+        e = edges[min(j, groups)]
+        gw[j] = pw[e]
+        gx[j] = px[e]
+        gxx[j] = pxx[e]
+    infinity = np.float32(np.inf)
+    for i in range(groups):
+        row = table[i]
+        w0, x0, xx0 = gw[i], gx[i], gxx[i]
+        start = (i + 1) // LANES * LANES
+        for j in range(start, padded):
+            dw = gw[j] - w0
+            dx = gx[j] - x0
+            cost = (gxx[j] - xx0) - dx * dx / dw if dw > 0.0 else np.inf
+            row[j] = np.float32(max(cost, 0.0))
+    first = layers[0]
+    for j in range(padded):
+        first[j] = table[0, j]
+    first[0] = infinity
+    for layer in range(1, k):
+        before, now = layers[layer - 1], layers[layer]
+        for j in range(padded):
+            now[j] = infinity
+        for i in range(layer, groups - (k - 1 - layer)):
+            base = before[i]
+            row = table[i]
+            for j in range((i + 1) // LANES * LANES, padded):
+                now[j] = min(now[j], base + row[j])
+    j = groups
+    borders[k] = edges[groups]
+    for layer in range(k - 1, 0, -1):
+        best = infinity
+        where = layer
+        before = layers[layer - 1]
+        for i in range(layer, j):
+            value = before[i] + table[i, j]
+            if value < best:
+                best = value
+                where = i
+        borders[layer] = edges[where]
+        j = where
+    borders[0] = 0
+
+
+@jit(error_model="numpy")
+def refine(
+    k: int, window: int, stride: int, pw: F64, px: F64, pxx: F64, cand: F64, score: F64, borders: I32
+) -> bool:
+    """Move every border to the best of ``window`` candidates, ``stride`` values apart, around it; all jointly.
+
+    ``cand`` is float64 [4, k + 1, window] (position, and the three sums there), ``score`` float64 [k + 1, window].
+    Returns whether any border moved.
+    """
+    m = borders[k]
+    for b in range(1, k):
+        for c in range(window):
+            p = borders[b] + (c - window // 2) * stride
+            p = min(max(p, b), m - (k - b))
+            cand[0, b, c] = p
+            cand[1, b, c] = pw[p]
+            cand[2, b, c] = px[p]
+            cand[3, b, c] = pxx[p]
+    for c in range(window):
+        dw = cand[1, 1, c]
+        score[1, c] = cand[3, 1, c] - cand[2, 1, c] * cand[2, 1, c] / dw
+    for b in range(2, k):
+        now = score[b]
+        w, x, xx = cand[1, b], cand[2, b], cand[3, b]
+        for c in range(window):
+            now[c] = np.inf
+        for i in range(window):
+            base = score[b - 1, i]
+            w0, x0, xx0 = cand[1, b - 1, i], cand[2, b - 1, i], cand[3, b - 1, i]
+            for c in range(window):
+                dw = w[c] - w0
+                dx = x[c] - x0
+                cost = base + ((xx[c] - xx0) - dx * dx / dw) if dw > 0.0 else np.inf
+                now[c] = min(now[c], cost)
+    # Back: the end is fixed.
+    moved = False
+    w1, x1, xx1 = pw[m], px[m], pxx[m]
+    for b in range(k - 1, 0, -1):
+        best = np.inf
+        where = window // 2
+        for i in range(window):
+            dw = w1 - cand[1, b, i]
+            if dw > 0.0:
+                dx = x1 - cand[2, b, i]
+                value = score[b, i] + ((xx1 - cand[3, b, i]) - dx * dx / dw)
+                if value < best:
+                    best = value
+                    where = i
+        position = int(cand[0, b, where])
+        moved |= position != borders[b]
+        borders[b] = position
+        w1, x1, xx1 = cand[1, b, where], cand[2, b, where], cand[3, b, where]
+    return moved
+
+
+@jit(error_model="numpy")
+def polish(k: int, steps: int, x: F64, pw: F64, px: F64, centroids: F64, borders: I32) -> None:
+    """Lloyd steps until no border moves, ``steps`` at most; ``centroids`` are those of the final borders."""
+    for b in range(k):
+        lo, hi = borders[b], borders[b + 1]
+        centroids[b] = (px[hi] - px[lo]) / (pw[hi] - pw[lo])
+    for _ in range(steps):
+        moved = False
+        for b in range(1, k):
+            middle = 0.5 * (centroids[b - 1] + centroids[b])
+            p = borders[b]
+            floor = borders[b - 1] + 1
+            ceiling = borders[b + 1] - 1
+            while p > floor and x[p - 1] > middle:
+                p -= 1
+            while p < ceiling and x[p] <= middle:
+                p += 1
+            if p != borders[b]:
+                borders[b] = p
+                moved = True
+        if not moved:
+            return
+        for b in range(k):
+            lo, hi = borders[b], borders[b + 1]
+            centroids[b] = (px[hi] - px[lo]) / (pw[hi] - pw[lo])
