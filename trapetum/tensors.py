@@ -9,6 +9,7 @@ layout                value of weight [o, i]
 ====================  ==========================================================================================
 ``dense``             ``values[o, i]`` as stored
 ``codebook``          ``codebook[o, codes[o, i]]``
+``blocks``            element ``i`` of row ``o`` of a GGUF block type (``trapetum.blocktypes``)
 ====================  ==========================================================================================
 
 A tensor of any rank is a matrix of ``rows = prod(shape[:-1])`` by ``in_features = shape[-1]``; ``shape`` keeps the
@@ -26,9 +27,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.blocktypes import BLOCK_TYPES, BlockType
 from trapetum.packing import pack_bits, packed_row_bytes, unpack_bits
 
-__all__ = ["LAYOUTS", "CodebookTensor", "DenseTensor", "QuantizedTensor", "matrix_shape"]
+__all__ = ["LAYOUTS", "BlockTensor", "CodebookTensor", "DenseTensor", "QuantizedTensor", "matrix_shape"]
 
 _ALL = slice(None)
 
@@ -179,7 +181,9 @@ class CodebookTensor(QuantizedTensor):
         if self.codes.ndim != 2 or self.codebook.ndim != 2 or self.codes.dtype != np.uint8:
             raise ValueError("codes must be uint8 [rows, in_features] and codebook [rows, codebook_size]")
         if self.codes.shape[0] != self.codebook.shape[0]:
-            raise ValueError(f"{self.codes.shape[0]} rows of codes, {self.codebook.shape[0]} rows of codebook")
+            raise ValueError(
+                f"{self.codes.shape[0]} rows of codes, {self.codebook.shape[0]} rows of codebook"
+            )
         if self.codebook.dtype not in (np.float16, np.float32):
             raise ValueError(f"codebook is {self.codebook.dtype}; float16 and float32 are allowed")
         if not 2 <= self.codebook.shape[1] <= 256:
@@ -225,7 +229,9 @@ class CodebookTensor(QuantizedTensor):
         """Unpack the codes; every code must be below the codebook size."""
         codebook = arrays["codebook"]
         if codebook.ndim != 2 or codebook.shape[1] != params["codebook_size"]:
-            raise ValueError(f"codebook has shape {codebook.shape}; [rows, {params['codebook_size']}] expected")
+            raise ValueError(
+                f"codebook has shape {codebook.shape}; [rows, {params['codebook_size']}] expected"
+            )
         bits = (codebook.shape[1] - 1).bit_length()
         codes = unpack_bits(arrays["codes"], bits, matrix_shape(tuple(shape))[1])
         if codes.size and int(codes.max()) >= codebook.shape[1]:
@@ -233,4 +239,71 @@ class CodebookTensor(QuantizedTensor):
         return cls(codes, codebook, tuple(shape))
 
 
-LAYOUTS: dict[str, type[QuantizedTensor]] = {c.layout: c for c in (DenseTensor, CodebookTensor)}
+@dataclass(frozen=True, eq=False)
+class BlockTensor(QuantizedTensor):
+    """Rows of GGUF blocks.
+
+    Parameters
+    ----------
+    type : str
+        Name in ``trapetum.blocktypes.BLOCK_TYPES``: ``"Q4_K"``.
+    blocks : ndarray of uint8, shape (rows, row bytes)
+        Exactly the bytes that a GGUF file holds.
+    shape : tuple of int, optional
+        Logical shape when it is not (rows, in_features).
+
+    Raises
+    ------
+    ValueError
+        If the type is unknown or the rows are not whole blocks.
+
+    Examples
+    --------
+    >>> BlockTensor("Q8_0", np.array([[0, 60] + 32 * [3]], np.uint8)).dequantize()[0, :2].tolist()
+    [3.0, 3.0]
+    """
+
+    type: str
+    blocks: NDArray[np.uint8]
+    shape: tuple[int, ...] = ()
+    layout: ClassVar[str] = "blocks"
+
+    def __post_init__(self) -> None:
+        if self.type not in BLOCK_TYPES:
+            raise ValueError(f"block type {self.type!r} is unknown; {', '.join(BLOCK_TYPES)} are known")
+        if self.blocks.ndim != 2 or self.blocks.dtype != np.uint8:
+            raise ValueError("blocks must be uint8 [rows, row bytes]")
+        rows, width = self.blocks.shape
+        count = width // self.block_type.type_size * self.block_type.block_size
+        object.__setattr__(self, "shape", tuple(self.shape) or (rows, count))
+        rows_needed, in_features = matrix_shape(self.shape)
+        if rows != rows_needed or width != self.block_type.row_bytes(in_features):
+            raise ValueError(f"shape {self.shape} of {self.type} is not {rows} rows of {width} bytes")
+
+    @property
+    def block_type(self) -> BlockType:
+        """Sizes and exact decode of the type."""
+        return BLOCK_TYPES[self.type]
+
+    def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
+        """Weights exactly as ggml decodes them; see :meth:`QuantizedTensor.dequantize`."""
+        values = self.block_type.decode(self.blocks[_ALL if rows is None else rows])
+        return values.reshape(self.shape) if rows is None else values
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """``blocks`` u8 [rows, row bytes]."""
+        return {"blocks": self.blocks}
+
+    def params(self) -> dict[str, Any]:
+        """The type's name."""
+        return {"type": self.type}
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], params: Mapping[str, Any]
+    ) -> Self:
+        """Take the blocks as they are."""
+        return cls(params["type"], arrays["blocks"], tuple(shape))
+
+
+LAYOUTS: dict[str, type[QuantizedTensor]] = {c.layout: c for c in (DenseTensor, CodebookTensor, BlockTensor)}
