@@ -1,8 +1,8 @@
 """The one table of safetensors dtype codes and the NumPy dtypes that hold them bit for bit.
 
 NumPy has neither bfloat16 nor float8, so those come from ``ml_dtypes``. Everything is little-endian, as the
-format demands. The float8 codes mean the variants of the OCP FP8 paper: ``F8_E4M3`` is "fn" (no infinity, 0x7F and
-0xFF are NaN, largest value 448), ``F8_E5M2`` has infinities (largest value 57344).
+format demands. The float8 codes mean the variants of the FP8 paper: ``F8_E4M3`` is "fn" (no infinity, 0x7F
+and 0xFF are NaN, largest value 448), ``F8_E5M2`` has infinities (largest value 57344).
 
 Source: the safetensors format description (codes); Micikevicius et al. 2022, "FP8 formats for deep learning".
 """

@@ -1,7 +1,7 @@
 """JSON as untrusted files hold it: every failure is one sentence, and a key that appears twice is an error.
 
-Python's own reader keeps the last of two equal keys, other readers the first: a file with a duplicate would mean
-two different models to two programs. Used for safetensors headers, the shard index and config files.
+Python's own reader keeps the last of two equal keys, others the first: a file with a duplicate would mean two
+different models to two programs. Used for safetensors headers, the shard index and config files.
 """
 
 from __future__ import annotations
