@@ -43,7 +43,7 @@ _VERSION = SEARCH_VERSION
 def _round_stored(c: float, half: bool) -> float:
     """Nearest float16 (``half``) or float32; beyond float16's range the result overflows there, not here."""
     if not half:
-        return float(np.float32(c))
+        return np.float64(np.float32(c))
     if abs(c) < 6.103515625e-05:  # below 2**-14 float16 is a grid of 2**-24
         big = 1.5 * 2.0**28
         return (c + big) - big
@@ -288,7 +288,7 @@ def fit_rows_16(
         for j in range(m):
             q = pattern[j]
             word[0] = (q & 0x7FFF) << shift
-            v = float(single[0]) * power
+            v = np.float64(single[0]) * power
             values[j] = -v if q & _SIGN else v
         if mirrored:
             for j in range(m // 2):
@@ -410,7 +410,7 @@ def fit_rows_32(
         for b in range(used - 1, half_size):
             middles[b] = np.inf
         for i in range(n):
-            v = float(rows_values[r, i])
+            v = np.float64(rows_values[r, i])
             code = 0
             step = half_size >> 1
             while step > 0:
@@ -442,9 +442,9 @@ def rows_need_wide(bits: Any, shift: int, power: float, k: int) -> bool:
             both &= b
             either |= b
         word[0] = top << shift
-        largest = float(single[0]) * power
+        largest = np.float64(single[0]) * power
         word[0] = low << shift
-        smallest = float(single[0]) * power
+        smallest = np.float64(single[0]) * power
         if largest > 65504.0 or 0.0 < largest < 6.103515625e-05:
             return True
         one_sign = (both & sign) == (either & sign)
@@ -468,7 +468,7 @@ def rows_need_wide(bits: Any, shift: int, power: float, k: int) -> bool:
             if distinct > k:
                 break
             word[0] = (b & (sign - 1)) << shift
-            v = float(single[0]) * power
+            v = np.float64(single[0]) * power
             exact &= _round_stored(v, True) == v
         if distinct <= k and not exact:
             return True
@@ -489,13 +489,13 @@ def row_errors(
         table = codebook[r]
         for start in range(0, n - 7, 8):
             for lane in range(8):
-                v = float(weight[r, start + lane])
-                d = v - float(table[codes[r, start + lane]])
+                v = np.float64(weight[r, start + lane])
+                d = v - np.float64(table[codes[r, start + lane]])
                 error[lane] += d * d
                 power[lane] += v * v
         for i in range(n - n % 8, n):
-            v = float(weight[r, i])
-            d = v - float(table[codes[r, i]])
+            v = np.float64(weight[r, i])
+            d = v - np.float64(table[codes[r, i]])
             error[i % 8] += d * d
             power[i % 8] += v * v
         a = 0.0
