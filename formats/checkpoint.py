@@ -1,13 +1,12 @@
 """A model folder in Hugging Face form, as one source of named tensors.
 
-:meth:`Checkpoint.open` decides which files hold the weights (module ``shards``), opens and validates every
-header, and compares the index with the files, all before the first weight is read. What the index says
-wins; what it leaves out is never dropped in silence:
+:meth:`Checkpoint.open` decides which files hold the weights (module ``weight_files``), opens and validates
+every header, and compares the index with the files, all before the first weight is read. What the index
+says wins; what it leaves out is never dropped in silence:
 
 * a tensor of the index that its file lacks is refused, naming the file that does have it;
 * a tensor that lies in an indexed file without being in the index is used, and noted by name (readers that
-  load
-  whole shards use it, too); in two such files it is ambiguous and refused;
+  load whole shards use it, too); in two such files it is ambiguous and refused;
 * a second copy in another shard than the index says is not used, and noted.
 
 ``config.json`` is read at opening, but a missing or broken one is raised only where ``config`` is asked
@@ -27,8 +26,8 @@ import numpy as np
 from trapetum.errors import CheckpointError
 from trapetum.formats.packed import packed_format
 from trapetum.formats.safetensors import SafetensorsFile
-from trapetum.formats.shards import WeightFiles, find_weight_files, read_json
 from trapetum.formats.strict_json import shown
+from trapetum.formats.weight_files import WeightFiles, find_weight_files, read_json
 from trapetum.tensors import DenseTensor
 
 __all__ = ["SIDE_FILES", "Checkpoint"]

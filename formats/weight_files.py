@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,9 +97,11 @@ def read_json(path: Path, *, constants: bool = False) -> dict[str, Any]:
         If the file is missing, unreadable, too long, or not one JSON object with unique keys.
     """
     try:
-        size = path.stat().st_size
-        if size > JSON_LIMIT:
-            raise CheckpointError(f"{path}: {size} bytes; at most {JSON_LIMIT} are read")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        if found.st_size > JSON_LIMIT:
+            raise CheckpointError(f"{path}: {found.st_size} bytes; at most {JSON_LIMIT} are read")
         data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file") from None
@@ -121,7 +124,7 @@ def _from_index(folder: Path, name: str, weights: list[str]) -> WeightFiles:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{path}: weight_map is {shown(weight_map, 40)}; an object from tensor names to file names is needed"
+            f"{path}: weight_map is {shown(weight_map, 40)}; an object that gives each tensor a file is due"
         )
     for tensor, value in weight_map.items():
         if fault := _value_fault(value):
