@@ -1,8 +1,8 @@
 """Codes as a little-endian bit stream: exactly ``bits`` bits a code, every row on a byte boundary.
 
-Code ``i`` of a row occupies bits ``i*bits .. (i+1)*bits - 1`` of the row's stream; bit ``b`` of the stream is bit
-``b % 8`` of byte ``b // 8``. At 4 bits the even input therefore sits in the low nibble. Plain NumPy: this is the
-reference that the fast decoders are tested against.
+Code ``i`` of a row occupies bits ``i*bits .. (i+1)*bits - 1`` of the row's stream; bit ``b`` of the stream is
+bit ``b % 8`` of byte ``b // 8``. At 4 bits the even input therefore sits in the low nibble. Plain NumPy: this
+is the reference that the fast decoders are tested against.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ def unpack_bits(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.
     packed = np.ascontiguousarray(packed, dtype=np.uint8)
     rows, width = packed.shape
     if width != packed_row_bytes(count, bits):
-        raise ValueError(f"rows hold {width} bytes; {count} codes of {bits} bits need {packed_row_bytes(count, bits)}")
+        raise ValueError(
+            f"rows hold {width} bytes; {count} codes of {bits} bits need {packed_row_bytes(count, bits)}"
+        )
     if bits == 8:
         return packed.copy()
     out = np.empty((rows, count), np.uint8)

@@ -1,7 +1,7 @@
 """How the library tells a person what it is doing, without printing.
 
-A long operation takes a ``Progress``; the library calls it, the command line draws a bar on a terminal and plain
-lines in a log, a Python caller passes nothing and gets silence.
+A long operation takes a ``Progress``; the library calls it, the command line draws a bar on a terminal and
+plain lines in a log, a Python caller passes nothing and gets silence.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One way to compile a loop: ``@jit`` is ``numba.njit`` with the settings that every kernel here shares.
 
-Why a wrapper: (1) ``cache=True`` makes numba raise at decoration time when neither the package folder nor a user
-cache folder is writable (read-only install, no HOME); such an installation must still work, only slower at start.
-(2) Kernels run under ``ThreadPoolExecutor`` over row blocks, so every one releases the GIL. (3) No ``fastmath``:
-re-association would make results depend on the CPU's vector width, and artifacts must be byte-identical.
-(4) numba has no type information; the wrapper keeps the signature visible to mypy.
+Why a wrapper: (1) ``cache=True`` makes numba raise at decoration time when neither the package folder nor a
+user cache folder is writable (read-only install, no HOME); such an installation must still work, only slower
+at start. (2) Kernels run under ``ThreadPoolExecutor`` over row blocks, so every one releases the GIL. (3) No
+``fastmath``: re-association would make results depend on the CPU's vector width, and artifacts must be
+byte-identical. (4) numba has no type information; the wrapper keeps the signature visible to mypy.
 """
 
 from __future__ import annotations
