@@ -1,0 +1,77 @@
+"""Threads for everything that runs on the CPU: numbered pieces of work on one pool, BLAS kept to one thread.
+
+Pieces are cut by shape alone, never by the number of threads, and no two pieces write the same output: a
+result has the same bits at any thread count. BLAS would split differently for every count, so inside
+:meth:`Pool.session` it runs single threaded and the pieces (row tiles, row blocks, heads) are what is
+spread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from trapetum.errors import RecipeError
+
+__all__ = ["Pool", "available_cpus"]
+
+
+def available_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Pool:
+    """A fixed number of threads; they start with the first piece of work that needs them.
+
+    Parameters
+    ----------
+    threads : int, optional
+        All CPUs of this process when omitted.
+
+    Raises
+    ------
+    RecipeError
+        If ``threads`` is not positive.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise RecipeError(f"threads is {threads}; at least 1 is needed")
+        self.threads = available_cpus() if threads is None else threads
+
+    @cached_property
+    def _executor(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.threads, thread_name_prefix="trapetum")
+
+    @cached_property
+    def _blas(self) -> Any:
+        from threadpoolctl import ThreadpoolController
+
+        return ThreadpoolController()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """One BLAS thread for the length of the block (about 50 us to enter and leave: wrap loops, not steps)."""
+        with self._blas.limit(limits=1, user_api="blas"):
+            yield
+
+    def run(self, piece: Callable[[int], object], count: int) -> None:
+        """Call ``piece(0) .. piece(count - 1)`` in any order; the first exception is raised."""
+        if count == 1 or self.threads == 1:
+            for i in range(count):
+                piece(i)
+        else:
+            for _ in self._executor.map(piece, range(count)):
+                pass
+
+    def blocks(self, piece: Callable[[slice], object], total: int, size: int) -> None:
+        """Call ``piece`` for consecutive slices of ``range(total)``, each of ``size`` (the last one shorter)."""
+        size = max(1, size)
+        self.run(lambda i: piece(slice(i * size, min(total, (i + 1) * size))), -(-total // size))

@@ -1,0 +1,135 @@
+"""The layers of a decoder: root-mean-square norm, linear with optional bias, and one transformer layer.
+
+Float32 throughout. Element-wise steps run in blocks of rows over the pool: a block's temporaries stay in
+the second-level cache, and rows are independent, so the blocks change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.runtime.attention import Cache, attend, rotate
+from trapetum.runtime.matrix import Matrix
+
+__all__ = ["Layer", "Linear", "Norm"]
+
+Floats = NDArray[np.float32]
+
+_BLOCK_BYTES = 1 << 18
+
+
+def _rows_a_block(width: int) -> int:
+    return max(1, _BLOCK_BYTES // (4 * width))
+
+
+@dataclass(frozen=True)
+class Norm:
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last axis.
+
+    Parameters
+    ----------
+    weight : ndarray of float32, shape (width,)
+    eps : float
+    """
+
+    weight: Floats
+    eps: float
+
+    def __call__(self, x: Floats, pool: Pool) -> Floats:
+        """Normalise every row of ``x`` [..., width]; returns a new array of the same shape."""
+        flat = x.reshape(-1, x.shape[-1])
+        out = np.empty_like(flat)
+
+        def piece(rows: slice) -> None:
+            part = flat[rows]
+            mean = np.mean(part * part, axis=-1, keepdims=True)
+            np.multiply(part, 1.0 / np.sqrt(mean + np.float32(self.eps)), out=out[rows])
+            out[rows] *= self.weight
+
+        pool.blocks(piece, flat.shape[0], _rows_a_block(flat.shape[1]))
+        return out.reshape(x.shape)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """``x W^T + bias``.
+
+    Parameters
+    ----------
+    matrix : Matrix
+    bias : ndarray of float32, shape (rows,), optional
+    """
+
+    matrix: Matrix
+    bias: Floats | None = None
+
+    def __call__(self, x: Floats) -> Floats:
+        """Apply to float32 [tokens, in_features]."""
+        y = self.matrix(x)
+        if self.bias is not None:
+            y += self.bias
+        return y
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention and gated feed-forward with a norm before each and a residual around each."""
+
+    attn_norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    ffn_norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+    head_dim: int
+    window: int | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+    def __call__(
+        self, h: Floats, number: int, rotary: tuple[Floats, Floats], cache: Cache, pool: Pool
+    ) -> None:
+        """Advance the residual stream in place.
+
+        Parameters
+        ----------
+        h : ndarray of float32, shape (batch, positions, hidden)
+        number : int
+            Of this layer, in the cache.
+        rotary : (cos, sin)
+            Of these positions.
+        cache : Cache
+        pool : Pool
+        """
+        batch, positions, hidden = h.shape
+        flat = h.reshape(-1, hidden)
+        x = self.attn_norm(flat, pool)
+        q, k, v = (part(x).reshape(batch, positions, -1, self.head_dim) for part in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q, pool), self.k_norm(k, pool)
+        for part in (q, k):
+            pool.blocks(lambda b, part=part: rotate(part[b], *rotary), batch, 1)  # type: ignore[misc]
+        keys, values = cache.append(number, k, v)
+        mixed = attend(q, keys, values, self.window, pool)
+        flat += self.o(mixed.reshape(flat.shape[0], -1))
+
+        x = self.ffn_norm(flat, pool)
+        gate, up = self.gate(x), self.up(x)
+        pool.blocks(lambda r: _gated(gate[r], up[r]), gate.shape[0], _rows_a_block(gate.shape[1]))
+        flat += self.down(gate)
+
+
+def _gated(gate: Floats, up: Floats) -> None:
+    """``gate <- gate * sigmoid(gate) * up`` in place."""
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives -0.0, the right limit
+        denominator = np.exp(-gate)
+    denominator += 1
+    gate /= denominator
+    gate *= up

@@ -1,0 +1,378 @@
+"""A model that can be run: weights from any source, the forward pass, logits and generation.
+
+Everything is float32. A matrix keeps the layout that it is stored in (see ``runtime.matrix``); dense
+matrices are widened to float32 when the whole model stays below ``_EXPAND_BYTES`` in that form, and tile by
+tile otherwise. The prompt runs in blocks of positions whose widest activation stays near 32 MiB; logits are
+computed only where asked for. Results have the same bits at any thread count (see ``kernels.cpu.pool``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.errors import CheckpointError, KernelUnavailable, RecipeError, UnsupportedModelError
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.models.architectures import Role
+from trapetum.models.config import ModelConfig, parse_config
+from trapetum.runtime.attention import Cache, rotary_tables
+from trapetum.runtime.layers import Layer, Linear, Norm
+from trapetum.runtime.matrix import Matrix, build_matrix
+from trapetum.runtime.sampling import Sampling
+
+if TYPE_CHECKING:
+    from trapetum.formats.source import TensorSource
+    from trapetum.runtime.tokenizer import Tokenizer
+
+__all__ = ["Model", "load"]
+
+Floats = NDArray[np.float32]
+
+_EXPAND_BYTES = 2 << 30
+_ACTIVATIONS = 8 << 20  # elements of the widest activation of one block
+_LOGITS = 16 << 20  # elements of one block of logits inside the library
+_GROUPS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def load(path: str | Path, device: str = "cpu", threads: int | None = None) -> Model:
+    """Load any supported model for inference.
+
+    Parameters
+    ----------
+    path : path-like
+        Hugging Face folder, artifact, ``.cbk``.
+    device : str
+        ``cpu``.
+    threads : int, optional
+        All CPUs of the process when omitted; the numbers do not depend on it.
+
+    Raises
+    ------
+    KernelUnavailable
+        For another device.
+    CheckpointError, FormatError, UnsupportedModelError
+        If the model cannot be read or run.
+    """
+    if device != "cpu":
+        raise KernelUnavailable(
+            f"device is {device!r}; this version runs on cpu only", hint="use --device cpu, or leave it out"
+        )
+    pool = Pool(threads)
+    from trapetum.formats.source import open_source
+
+    source = open_source(path)
+    try:
+        return Model(source, pool)
+    except BaseException:
+        source.close()
+        raise
+
+
+class Model:
+    """A loaded model.
+
+    Parameters
+    ----------
+    source : TensorSource
+        Stays open as long as the model: weights that are not widened are read from its pages.
+    pool : Pool, optional
+
+    Attributes
+    ----------
+    config : ModelConfig
+    vocab_size : int
+        Columns of the logits.
+    real_vocab_size : int
+        Without the rows that pad the vocabulary of a ``.cbk``; sampling and evaluation look no further.
+
+    Raises
+    ------
+    CheckpointError
+        If tensors are missing or have another shape than the config says.
+    UnsupportedModelError
+        If the weights are in a packed format that must be imported first.
+    """
+
+    def __init__(self, source: TensorSource, pool: Pool | None = None) -> None:
+        packed = getattr(source, "packed_format", lambda: None)()
+        if packed is not None:
+            raise UnsupportedModelError(
+                f"{source.path}: the weights are packed as {packed}, which cannot be run directly"
+            )
+        self.source = source
+        self.pool = pool or Pool()
+        self.config: ModelConfig = parse_config(source.config)
+        arch = self.config.architecture
+        shapes = {name: tuple(source.shape(name)) for name in source.names()}
+        arch.check_tensors(self.config, shapes)
+        self._names = arch.index(shapes)
+        wide = 4 * sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "dense")
+        self._expand = wide <= _EXPAND_BYTES
+        self.embed = self._matrix(Role("embed", part="embed"))
+        self.head = (
+            Linear(self.embed) if self.config.tie_word_embeddings else self._linear(Role("head", part="head"))
+        )
+        self._layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
+        self._final_norm = self._norm("final_norm", None)
+        self._inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
+        self.vocab_size = self.head.matrix.rows
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the source; the model cannot be used afterwards."""
+        self.source.close()
+
+    def _matrix(self, role: Role) -> Matrix:
+        name = self._names[role]
+        matrix = build_matrix(self.source.load(name), self.pool, expand=self._expand)
+        if self._expand:
+            self.source.release(name)
+        return matrix
+
+    def _vector(self, role: Role) -> Floats | None:
+        name = self._names.get(role)
+        return None if name is None else self.source.load(name).dequantize().reshape(-1)
+
+    def _linear(self, role: Role) -> Linear:
+        bias = self._vector(Role("bias", role.layer, part=role.part))
+        return Linear(self._matrix(role), bias)
+
+    def _norm(self, part: str, layer: int | None) -> Norm:
+        weight = self._vector(Role("norm", layer, part=part))
+        if weight is None:
+            raise CheckpointError(f"tensor {self.config.architecture.tensor_name(part, layer)} is missing")
+        return Norm(weight, self.config.rms_norm_eps)
+
+    def _layer(self, number: int) -> Layer:
+        qk = self.config.architecture.qk_norm
+        return Layer(
+            attn_norm=self._norm("attn_norm", number),
+            ffn_norm=self._norm("ffn_norm", number),
+            head_dim=self.config.head_dim,
+            window=self.config.windows[number],
+            q_norm=self._norm("q_norm", number) if qk else None,
+            k_norm=self._norm("k_norm", number) if qk else None,
+            **{part: self._linear(Role(part, number, part=part)) for part in _GROUPS},
+        )
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read on first use.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no tokenizer.json.
+        """
+        from trapetum.runtime.tokenizer import Tokenizer
+
+        return Tokenizer.from_source(self.source)
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text: generation_config.json where it lies beside the weights, else config.json."""
+        from trapetum.runtime.tokenizer import generation_eos
+
+        return generation_eos(self.source) or self.config.eos_token_ids
+
+    @cached_property
+    def real_vocab_size(self) -> int:
+        """``vocab_size`` less the all-zero rows at the end of a ``.cbk``'s embedding.
+
+        That format pads the vocabulary and does not say by how much; a padded row's logit is exactly 0,
+        which can beat every real one.
+        """
+        stop = self.vocab_size
+        while self.source.kind == "cbk" and stop > 1 and not self.embed.tile(slice(stop - 1, stop)).any():
+            stop -= 1
+        return stop
+
+    @property
+    def block_positions(self) -> int:
+        """Positions (batch x length) that one pass through the layers takes."""
+        widest = max(self.config.dimensions[d] for d in ("intermediate", "hidden", "query"))
+        return max(256, min(4096, _ACTIVATIONS // widest))
+
+    def logits(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> Floats:
+        """Logits after every position.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            Token ids, at least one.
+
+        Returns
+        -------
+        ndarray of float32, shape (len(ids), vocab_size)
+
+        Raises
+        ------
+        RecipeError
+            If ``ids`` is empty, too long for the model, or holds an id outside the vocabulary.
+        """
+        checked = self.check_ids(ids)
+        with self.pool.session():
+            hidden = self.hidden(checked[None])[0]
+            return self.head(hidden)
+
+    def check_ids(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.intp]:
+        """Token ids as an array; see :meth:`logits` for the errors."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.size == 0:
+            raise RecipeError("there are no token ids: one sequence of at least one id is needed")
+        if array.dtype.kind not in "iu":
+            raise RecipeError(f"token ids are {array.dtype}; integers are needed")
+        limit = self.embed.rows
+        bad = np.flatnonzero((array < 0) | (array >= limit))
+        if bad.size:
+            raise RecipeError(
+                f"token id {int(array[bad[0]])} at position {int(bad[0])} is outside the vocabulary of {limit}",
+                hint="the text was encoded with another model's tokenizer",
+            )
+        self.check_length(array.size)
+        return array.astype(np.intp)
+
+    def check_length(self, length: int) -> None:
+        """Raise ``RecipeError`` if the model cannot take ``length`` positions."""
+        limit = self.config.max_position_embeddings
+        if limit is not None and length > limit:
+            raise RecipeError(
+                f"{length} tokens do not fit in the model's context of {limit}",
+                hint="shorten the text, ask for fewer tokens, or use a smaller --ctx",
+            )
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for ``batch`` sequences."""
+        c = self.config
+        return Cache(c.num_hidden_layers, batch, c.num_key_value_heads, c.head_dim, capacity)
+
+    def hidden(self, ids: NDArray[np.intp], cache: Cache | None = None, *, last: bool = False) -> Floats:
+        """Run the layers; call inside ``pool.session()``.
+
+        Parameters
+        ----------
+        ids : ndarray of intp, shape (batch, positions)
+            Checked ids; sequences continue what ``cache`` holds.
+        cache : Cache, optional
+            Extended by these positions.
+        last : bool
+            Return only the last position of each sequence.
+
+        Returns
+        -------
+        ndarray of float32, shape (batch, positions or 1, hidden_size)
+            After the final norm: what the head multiplies.
+        """
+        batch, positions = ids.shape
+        cache = cache or self.new_cache(batch, positions)
+        cache.reserve(positions)
+        step = max(1, self.block_positions // batch)
+        out = np.empty((batch, 1 if last else positions, self.config.hidden_size), np.float32)
+        for start in range(0, positions, step):
+            block = ids[:, start : start + step]
+            h = self.embed.look_up(block.reshape(-1)).reshape(batch, block.shape[1], -1)
+            rotary = rotary_tables(self._inv_freq, cache.length, cache.length + block.shape[1])
+            for number, layer in enumerate(self._layers):
+                layer(h, number, rotary, cache, self.pool)
+            cache.length += block.shape[1]
+            if last:
+                out[:] = h[:, -1:]
+            else:
+                out[:, start : start + block.shape[1]] = h
+        return self._final_norm(out, self.pool)
+
+    def each_logits(self, hidden: Floats, use: Callable[[slice, Floats], object]) -> None:
+        """Logits of many positions, a bounded block at a time.
+
+        Parameters
+        ----------
+        hidden : ndarray of float32, shape (positions, hidden_size)
+        use : callable
+            Receives the positions of the block and its logits [block, vocab_size].
+        """
+        step = max(1, _LOGITS // self.vocab_size)
+        for start in range(0, hidden.shape[0], step):
+            rows = slice(start, min(start + step, hidden.shape[0]))
+            use(rows, self.head(hidden[rows]))
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        n: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop_ids: Iterable[int] | None = None,
+        stop: Sequence[str] = (),
+        on_token: Callable[[int, str], object] | None = None,
+    ) -> list[int]:
+        """Continue a prompt.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The prompt.
+        n : int
+            Most new tokens.
+        temperature, top_p, top_k, seed
+            See :class:`~trapetum.runtime.sampling.Sampling`; temperature 0 is greedy.
+        stop_ids : iterable of int, optional
+            End at one of these (it is not returned); the model's own end tokens when omitted.
+        stop : sequence of str
+            End when the new text holds one of these; needs a tokenizer.
+        on_token : callable, optional
+            Called with each new id and the text that it completes (empty without a tokenizer, or while a
+            character or a possible stop string is incomplete). The last call may have id -1: left-over text.
+
+        Returns
+        -------
+        list of int
+            The new ids; with a stop string, up to and including the token that completed it.
+
+        Raises
+        ------
+        RecipeError
+            See :meth:`logits`; also if the prompt and ``n`` new tokens exceed the context.
+        """
+        from trapetum.runtime.tokenizer import TextStream
+
+        sampling = Sampling(temperature, top_k or 0, top_p)
+        prompt = self.check_ids(ids)
+        if n < 0:
+            raise RecipeError(f"n is {n}; 0 or more new tokens can be asked for")
+        self.check_length(prompt.size + n)
+        ends = set(self.eos_token_ids if stop_ids is None else stop_ids)
+        has_tokenizer = self.source.tokenizer_file() is not None
+        stream = TextStream(self.tokenizer, stop) if stop or (on_token and has_tokenizer) else None
+        rng = np.random.default_rng(seed)
+        cache = self.new_cache(1, prompt.size + n)
+        new: list[int] = []
+        with self.pool.session():
+            pending = prompt
+            while len(new) < n:
+                hidden = self.hidden(pending[None], cache, last=True)[0]
+                token = sampling.choose(self.head(hidden)[0, : self.real_vocab_size], rng)
+                if token in ends:
+                    break
+                new.append(token)
+                text = stream.push(token) if stream else ""
+                if on_token:
+                    on_token(token, text)
+                if stream and stream.stopped:
+                    return new
+                pending = np.array([token], np.intp)
+        if stream and on_token and (rest := stream.finish()):
+            on_token(-1, rest)
+        return new
