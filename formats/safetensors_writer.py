@@ -15,7 +15,6 @@ Data are positioned (``pwrite``): the arrays of one tensor can be streamed side 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -31,12 +30,12 @@ from numpy.typing import NDArray
 from trapetum.errors import FormatError
 from trapetum.formats.atomic import atomic_file
 from trapetum.formats.dtypes import dtype_code
+from trapetum.formats.regions import copy_region, pwrite_all
 
 __all__ = [
     "Entry",
     "SafetensorsWriter",
     "aligned_order",
-    "copy_region",
     "file_size",
     "header_bytes",
     "index_bytes",
@@ -44,8 +43,7 @@ __all__ = [
     "shard_names",
 ]
 
-_COPY_BYTES = 4 << 20
-_NO_COPY_RANGE = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
+_HASH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,7 @@ class SafetensorsWriter:
             header = header_bytes(self._order, self.metadata, reserve=self._reserve)
             if len(header) != self.data_start:
                 raise ValueError(f"{self.path}: the metadata outgrew the {self._reserve} reserved bytes")
-            _pwrite_all(self._fd, memoryview(header), 0)
+            pwrite_all(self._fd, memoryview(header), 0)
 
     def write(self, name: str, rows: NDArray[Any]) -> None:
         """Append rows to one array.
@@ -234,7 +232,7 @@ class SafetensorsWriter:
             )
         data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
         start = self._advance(name, data.nbytes)
-        _pwrite_all(self._fd, data.data, start)
+        pwrite_all(self._fd, data.data, start)
 
     def copy(self, name: str, source: int, offset: int) -> None:
         """Take the whole data of one array from a region of an open file; see :func:`copy_region`.
@@ -254,7 +252,7 @@ class SafetensorsWriter:
         """Feed all data (without the header) to a ``hashlib`` object; they must be complete."""
         offset = self.data_start
         while offset < self.size:
-            block = os.pread(self._fd, min(_COPY_BYTES, self.size - offset), offset)
+            block = os.pread(self._fd, min(_HASH_BYTES, self.size - offset), offset)
             if not block:
                 raise ValueError(f"{self.path}: the data are not complete")
             digest.update(block)
@@ -268,49 +266,6 @@ class SafetensorsWriter:
             )
         self._done[name] = done + count
         return self._begin[name] + done
-
-
-def _pwrite_all(fd: int, data: memoryview, offset: int) -> None:
-    while data.nbytes:
-        written = os.pwrite(fd, data, offset)  # at most 2 GiB a call; short at a file-size limit
-        data = data[written:]
-        offset += written
-
-
-def copy_region(source: int, offset: int, target: int, target_offset: int, count: int) -> None:
-    """Copy bytes between open files inside the kernel where it can, else through a 4 MiB buffer.
-
-    Parameters
-    ----------
-    source, target : int
-        File descriptors.
-    offset, target_offset, count : int
-        Bytes.
-
-    Raises
-    ------
-    FormatError
-        If the source ends before ``count`` bytes.
-    """
-    done = 0
-    while done < count:
-        try:
-            n = os.copy_file_range(source, target, count - done, offset + done, target_offset + done)
-        except AttributeError:  # not Linux
-            break
-        except OSError as error:
-            if error.errno not in _NO_COPY_RANGE:
-                raise
-            break
-        if n == 0:
-            break
-        done += n
-    while done < count:
-        block = os.pread(source, min(_COPY_BYTES, count - done), offset + done)
-        if not block:
-            raise FormatError(f"a file ended {count - done} bytes early while it was copied")
-        _pwrite_all(target, memoryview(block), target_offset + done)
-        done += len(block)
 
 
 def plan_shards(sizes: Sequence[int], max_bytes: int) -> list[range]:
