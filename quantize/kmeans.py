@@ -19,17 +19,17 @@ __all__ = ["EFFORTS", "fit_codebooks", "needs_wide_codebook", "optimal_codebook"
 
 EFFORTS = ("fast", "default", "high")
 
-# (groups, window, stride, rounds, steps) by codebook size (up to and including) and effort.
-_SETTINGS: dict[str, tuple[tuple[int, tuple[int, int, int, int, int]], ...]] = {
-    "fast": ((32, (64, 8, 2, 1, 4)), (64, (128, 8, 1, 1, 4)), (256, (0, 8, 1, 0, 8))),
-    "default": ((32, (96, 16, 4, 2, 8)), (64, (160, 16, 2, 2, 8)), (256, (0, 8, 1, 1, 8))),
-    "high": ((32, (256, 32, 4, 4, 20)), (64, (256, 32, 2, 4, 20)), (256, (0, 16, 1, 12, 20))),
+# (groups, subgroups, window, stride, rounds, steps) by codebook size (up to and including) and effort.
+_SETTINGS: dict[str, tuple[tuple[int, tuple[int, int, int, int, int, int]], ...]] = {
+    "fast": ((32, (64, 512, 8, 2, 1, 4)), (64, (128, 1024, 8, 1, 1, 4)), (256, (0, 9999, 8, 1, 0, 8))),
+    "default": ((32, (96, 768, 16, 1, 1, 8)), (64, (160, 1024, 16, 1, 2, 8)), (256, (0, 9999, 8, 1, 1, 8))),
+    "high": ((32, (256, 2048, 32, 4, 4, 20)), (64, (256, 2048, 32, 2, 4, 20)), (256, (0, 9999, 16, 1, 12, 20))),
 }
 
 _IMPORTANCE_FLOOR = 0.01
 
 
-def _settings(codebook_size: int, effort: str) -> tuple[int, int, int, int, int]:
+def _settings(codebook_size: int, effort: str) -> tuple[int, int, int, int, int, int]:
     if not 2 <= codebook_size <= 256:
         raise RecipeError(f"codebook_size is {codebook_size}; 2 to 256 are allowed")
     if effort not in _SETTINGS:

@@ -57,23 +57,37 @@ def _search(
 ) -> None:
     """Borders and centroids of the m > k values ``x``; ``s`` is the tuple of scratch arrays of ``_scratch``."""
     pw, px, pxx = sums[0], sums[1], sums[2]
-    measure, cube, table, layers, gathered, cand, score = s
-    groups, window, stride, rounds, steps = params
+    cube, table, layers, gathered, cand, score, fine, fsums = s
+    groups, subgroups, window, stride, rounds, steps = params
+    nf, nc = compand(m, x, pw, groups if groups > 0 else k, max(subgroups, k), cube, fine, edges)
+    if nf < k:
+        fill_up(m, k, nf, fine)
+        nf = k
+    if nc < k:
+        fill_up(nf, k, nc, edges)
+        nc = k
+    fw, fx, fxx = fsums[0], fsums[1], fsums[2]
+    for j in range(nf + 1):
+        p = fine[j]
+        fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
     if groups > 0:
-        count = compand(m, x, pw, groups, 0.3, measure, cube, edges)
-        if count < k:
-            fill_up(m, k, count, edges)
-            count = k
-        solve_groups(count, k, edges, pw, px, pxx, table, layers, gathered, borders)
+        solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, borders)
     else:
-        count = compand(m, x, pw, k, 0.0, measure, cube, borders)
-        if count < k:
-            fill_up(m, k, count, borders)
+        for b in range(k + 1):
+            borders[b] = fine[edges[b]]
         polish(k, steps, x, pw, px, centroids, borders)
+        j = 0
+        for b in range(1, k):
+            while fine[j] < borders[b]:
+                j += 1
+            borders[b] = j
+        borders[k] = nf
     step = stride
     for _ in range(rounds):
-        refine(k, window, step, pw, px, pxx, cand, score, borders)
+        refine(k, window, step, fw, fx, fxx, cand, score, borders)
         step = max(1, step // 2)
+    for b in range(k + 1):
+        borders[b] = fine[borders[b]]
     polish(k, steps, x, pw, px, centroids, borders)
 
 
@@ -179,17 +193,18 @@ def _fit_distinct(
 
 @jit(error_model="numpy")
 def _scratch(k: int, params: Any, capacity: int) -> Any:
-    groups, window, _, _, _ = params
+    groups, subgroups, window, _, _, _ = params
     padded = (max(groups, k) // LANES + 1) * LANES
     full = padded if groups > 0 else LANES
     return (
-        np.empty(capacity + 1, np.float64),
         np.empty(capacity + 1, np.float32),
         np.empty((full, full), np.float32),
         np.empty((k if groups > 0 else 1, full), np.float32),
         np.empty((3, full), np.float64),
         np.empty((4, k + 1, window), np.float64),
         np.empty((k + 1, window), np.float64),
+        np.empty(capacity + k + 2, np.int32),
+        np.empty((3, capacity + k + 2), np.float64),
     )
 
 
@@ -215,7 +230,7 @@ def fit_rows_16(
     shift, power : int, float
         The value of magnitude pattern p is ``float32_from_bits(p << shift) * power``.
     params : tuple of int
-        (groups, window, stride, rounds, steps), see ``kmeans.py``.
+        (groups, subgroups, window, stride, rounds, steps), see ``kmeans.py``.
     half : bool
         Round to float16; else to float32.
     codebook : ndarray of float64, shape (rows, K), output

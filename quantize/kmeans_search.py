@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
 
-__all__ = ["SEARCH_VERSION", "compand", "refine", "polish", "solve_groups"]
+__all__ = ["LANES", "SEARCH_VERSION", "compand", "fill_up", "polish", "refine", "solve_groups"]
 
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
@@ -37,50 +37,73 @@ LANES = 32  # groups are padded to a multiple, so the inner loop has no scalar r
 
 
 @jit(error_model="numpy")
-def compand(
-    m: int, x: F64, pw: F64, parts: int, mass_share: float, measure: F64, cube: Any, borders: I32
-) -> int:
-    """Cut m values into at most ``parts`` intervals; returns how many, borders in ``borders[0 .. count]``.
+def _capped_total(count: int, cube: Any, cap: Any) -> float:
+    """Sum of ``min(cube, cap)``; four fixed partial sums, for the latency of one addition is four cycles."""
+    a = np.float32(0.0)
+    b = np.float32(0.0)
+    c = np.float32(0.0)
+    d = np.float32(0.0)
+    whole = count - count % 4
+    for j in range(0, whole, 4):
+        a += min(cube[j], cap)
+        b += min(cube[j + 1], cap)
+        c += min(cube[j + 2], cap)
+        d += min(cube[j + 3], cap)
+    for j in range(whole, count):
+        a += min(cube[j], cap)
+    return np.float32((a + b) + (c + d))
 
-    ``cube`` is float32 scratch of length m, ``measure`` float64 scratch of length m.
+
+@jit(error_model="numpy")
+def _cap(count: int, cube: Any, parts: int) -> Any:
+    """The cap that makes the capped measure of all gaps about ``parts`` caps: one border for one cap of measure."""
+    cap = np.float32(np.inf)
+    for _ in range(3):
+        cap = _capped_total(count, cube, cap) / np.float32(parts)
+    return cap
+
+
+@jit(error_model="numpy")
+def compand(m: int, x: F64, pw: F64, parts: int, subparts: int, cube: Any, fine: I32, coarse: I32) -> tuple[int, int]:
+    """Cut m values into about ``subparts`` intervals and these into at most ``parts``.
+
+    The measure of a gap between neighbours is (their weight * gap**2) ** (1/3), the integral of density ** (1/3). A gap
+    takes one border at most, whatever its measure: else an outlier's gap would eat the borders of the others.
+
+    Returns the two counts; ``fine[0 .. nf]`` are indices of values, ``coarse[0 .. nc]`` indices of fine intervals.
+    ``cube`` is float32 scratch of length m.
     """
-    if m <= parts:
-        for j in range(m + 1):
-            borders[j] = j
-        return m
     bits = cube.view(np.int32)
     for j in range(m - 1):
         gap = x[j + 1] - x[j]
         cube[j] = np.float32((pw[j + 2] - pw[j]) * gap * gap)
-    third = np.int32(0x2A514067)
-    for j in range(m - 1):  # cube root by the exponent trick, 3 % off at most: only a placement rule
-        bits[j] = bits[j] // np.int32(3) + third
-    total = 0.0
-    for j in range(m - 1):
-        total += cube[j]
-    # A gap can take one border only: cap its measure, else an outlier's gap would eat many borders.
-    for _ in range(3):
-        cap = np.float32(total / parts)
-        total = 0.0
-        for j in range(m - 1):
-            total += min(cube[j], cap)
-    cap = np.float32(total / parts)
-    a = (1.0 - mass_share) / total * parts
-    b = mass_share / pw[m] * parts
-    borders[0] = 0
-    count = 0
-    last = 0
-    s = 0.0
+    for j in range(m - 1):  # cube root by dividing the exponent, 3 % off at most: this is only a placement
+        bits[j] = bits[j] // np.int32(3) + np.int32(0x2A514067)
+    cap = _cap(m - 1, cube, parts)
+    subcap = _cap(m - 1, cube, subparts) if subparts < m else np.float32(0.0)
+    fine[0] = coarse[0] = 0
+    nf = 0
+    nc = 0
+    t = np.float32(0.0)
+    u = np.float32(0.0)
     for j in range(1, m):
-        s += min(cube[j - 1], cap)
-        group = min(int(a * s + b * pw[j]), parts - 1)
-        if group > last:
-            last = group
-            count += 1
-            borders[count] = j
-    count += 1
-    borders[count] = m
-    return count
+        gap = cube[j - 1]
+        t += min(gap, cap)
+        u += min(gap, subcap)
+        cut = (t >= cap) and nc < parts - 1
+        if cut or u >= subcap:
+            u = max(u - subcap, np.float32(0.0))
+            nf += 1
+            fine[nf] = j
+            if cut:
+                t -= cap
+                nc += 1
+                coarse[nc] = nf
+    nf += 1
+    fine[nf] = m
+    nc += 1
+    coarse[nc] = nf
+    return nf, nc
 
 
 @jit(error_model="numpy")
@@ -125,28 +148,30 @@ def solve_groups(
         gx[j] = px[e]
         gxx[j] = pxx[e]
     infinity = np.float32(np.inf)
+    # The inner loops run over slices that start at zero: with an offset in the index numba must allow for negative
+    # indices, and that costs the SIMD form (7x at 128 groups). The slices' starts are multiples of LANES.
     for i in range(groups):
-        row = table[i]
-        w0, x0, xx0 = gw[i], gx[i], gxx[i]
         start = (i + 1) // LANES * LANES
-        for j in range(start, padded):
-            dw = gw[j] - w0
-            dx = gx[j] - x0
-            cost = (gxx[j] - xx0) - dx * dx / dw if dw > 0.0 else np.inf
-            row[j] = np.float32(max(cost, 0.0))
-    first = layers[0]
-    for j in range(padded):
-        first[j] = table[0, j]
-    first[0] = infinity
+        row = table[i, start:padded]
+        w, x, xx = gw[start:padded], gx[start:padded], gxx[start:padded]
+        w0, x0, xx0 = gw[i], gx[i], gxx[i]
+        for j in range(row.size):
+            dx = x[j] - x0
+            row[j] = np.float32((xx[j] - xx0) - dx * dx / (w[j] - w0))
+        for j in range(start, i + 1):
+            table[i, j] = infinity
+    layers[0, :padded] = table[0, :padded]
     for layer in range(1, k):
-        before, now = layers[layer - 1], layers[layer]
-        for j in range(padded):
-            now[j] = infinity
+        before = layers[layer - 1]
+        layers[layer, :padded] = infinity
         for i in range(layer, groups - (k - 1 - layer)):
             base = before[i]
-            row = table[i]
-            for j in range((i + 1) // LANES * LANES, padded):
-                now[j] = min(now[j], base + row[j])
+            start = (i + 1) // LANES * LANES
+            row = table[i, start:padded]
+            now = layers[layer, start:padded]
+            for j in range(row.size):
+                cost = base + row[j]
+                now[j] = cost if cost < now[j] else now[j]
     j = groups
     borders[k] = edges[groups]
     for layer in range(k - 1, 0, -1):
