@@ -1,1 +1,159 @@
-"""Artifact -> the files that other engines run. Contains no algorithm."""
+"""Artifact -> other formats: one table of exporters, one function.
+
+==========  ===================================================================================
+format      output
+==========  ===================================================================================
+``cbk``     a .cbk with 4-bit codebooks: a folder ready to serve, or one file and its manifest
+``hf``      a folder with dense weights that transformers loads
+==========  ===================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trapetum.errors import OutputError, RecipeError
+
+if TYPE_CHECKING:
+    from trapetum.export.plan import ExportPlan
+    from trapetum.progress import Progress
+
+__all__ = ["FORMATS", "ExportFormat", "export_artifact", "plan_export"]
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """One line of the table: ``module.function`` makes the plan, imported when it is asked for."""
+
+    module: str
+    function: str
+    summary: str
+
+
+FORMATS: dict[str, ExportFormat] = {
+    "cbk": ExportFormat("trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks"),
+    "hf": ExportFormat("trapetum.export.hf", "plan_hf", "a dense Hugging Face folder"),
+}
+
+
+@contextlib.contextmanager
+def plan_export(
+    artifact: str | PathLike[str],
+    format: str,
+    out: str | PathLike[str],
+    *,
+    source: str | PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: int = 5 << 30,
+    overwrite: bool = False,
+    threads: int | None = None,
+) -> Iterator[ExportPlan]:
+    """Check an export and predict its outcome; nothing is written until ``plan.write()``.
+
+    A context manager, because the plan reads from open files. Parameters are those of
+    :func:`export_artifact`.
+
+    Yields
+    ------
+    ExportPlan
+        ``size`` and ``files`` (exact bytes), ``rows`` (what happens to each tensor), ``notes``, ``report()``.
+    """
+    from trapetum.export.plan import ExportRequest
+    from trapetum.formats.atomic import refuse_overlap
+    from trapetum.formats.source import open_source
+
+    chosen = FORMATS.get(format)
+    if chosen is None:
+        raise RecipeError(f"export format is {format!r}; known are {', '.join(FORMATS)}")
+    refuse_overlap(Path(out), [Path(p) for p in (artifact, source) if p is not None])
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_source(artifact))
+        if opened.kind not in ("artifact", "checkpoint"):
+            raise OutputError(
+                f"{artifact}: is of kind {opened.kind}; exports are made from artifacts",
+                hint="Export from the folder that trapetum quantize wrote.",
+            )
+        values = stack.enter_context(open_source(source)) if source is not None else None
+        request = ExportRequest(
+            opened, Path(out), values, dtype, max_shard_size, overwrite=overwrite, threads=threads
+        )
+        yield getattr(import_module(chosen.module), chosen.function)(request)
+
+
+def export_artifact(
+    artifact: str | PathLike[str],
+    format: str,
+    out: str | PathLike[str],
+    *,
+    source: str | PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_shard_size: int = 5 << 30,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write an artifact in another format.
+
+    Parameters
+    ----------
+    artifact : path
+        Folder that ``quantize_model`` wrote (a checkpoint folder works too).
+    format : str
+        A key of :data:`FORMATS`.
+    out : path
+        Folder, or for ``cbk`` a name that ends in ``.cbk``.
+    source : path, optional
+        The unquantized model: tensors that the format demands in another form are made from its values.
+    dtype : {"f32", "bf16", "f16"}, optional
+        ``hf``: type of all floating-point weights; float32 by default, which is exact.
+    max_shard_size : int
+        ``hf``: most data bytes a file.
+    overwrite : bool
+        Replace an earlier export.
+    dry_run : bool
+        Check and report through ``progress.note``, write nothing. :func:`plan_export` gives the report as
+        data.
+    threads : int, optional
+    progress : Progress, optional
+
+    Returns
+    -------
+    Path
+        The output, written or (``dry_run``) not.
+
+    Raises
+    ------
+    OutputError
+        If the output exists, is the input, or cannot be written.
+    UnsupportedModelError
+        If the format cannot hold the model; all reasons in one message.
+    RecipeError
+        If ``format`` or ``dtype`` is unknown.
+    """
+    with plan_export(
+        artifact,
+        format,
+        out,
+        source=source,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        threads=threads,
+    ) as plan:
+        if not dry_run:
+            return plan.write(progress)
+        if progress is not None:
+            progress.note(f"{out}: {plan.size:,} bytes in {len(plan.files)} weight file(s)")
+            for row in plan.rows:
+                if row.action not in ("exact", "zeros"):
+                    progress.note(f"{row.name}: {row.action}, {row.detail}")
+            for note in plan.notes:
+                progress.note(note)
+        return plan.request.out

@@ -205,8 +205,8 @@ class CbkFile:
             self.release(name)
             advance(record.nbytes)
 
-    def release(self, name: str) -> None:
-        """Let the system drop this tensor's pages."""
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Let the system drop this tensor's pages; rows lie all over a matrix, so ``rows`` changes nothing."""
         record = self.records[name]
         self._data.release(record.offset, record.nbytes)
 

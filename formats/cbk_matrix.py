@@ -62,20 +62,19 @@ class S16Builder:
         codes : ndarray of uint8, shape (n, in_features)
             Every code below K.
         codebook : ndarray of float16 or float32, shape (n, K)
-            K divides 16: a smaller table is repeated, which changes no value.
+            At most 16 entries: a smaller table is repeated, which changes no value.
 
         Raises
         ------
         ValueError
-            If the block is misaligned, does not fit, or K does not divide 16.
+            If the block is misaligned or does not fit.
         """
         count, size = codebook.shape
-        if start % 2 or ENTRIES % size or start + count > self._codebook.shape[1]:
+        if start % 2 or size > ENTRIES or start + count > self._codebook.shape[1]:
             raise ValueError(f"rows {start}..{start + count} with {size} entries do not fit an S16 record")
         if codes.size and int(codes.max()) >= size:
             raise ValueError(f"code {int(codes.max())} has no entry in a codebook of {size}")
-        repeated = np.tile(codebook.T.astype(np.float32), (ENTRIES // size, 1))
-        self._codebook[:, start : start + count] = repeated
+        self._codebook[:, start : start + count] = codebook[:, np.arange(ENTRIES) % size].T
         if count % 2:  # the last nibble belongs to a row that is not there
             codes = np.concatenate([codes, np.zeros((1, codes.shape[1]), np.uint8)])
         for r in range(0, codes.shape[0], _ROWS):

@@ -42,6 +42,7 @@ class CbkWriter:
     ----------
     entries : list of dict
         What was written: name, kind, shape, offset, nbytes, sha256 of each record.
+    header_sha256 : str
 
     Raises
     ------
@@ -55,6 +56,7 @@ class CbkWriter:
         self.entries: list[dict[str, Any]] = []
         self._overwrite = overwrite
         self._pending = header.records()
+        self.header_sha256 = hashlib.sha256(header.to_bytes()).hexdigest()
         self._digest = hashlib.sha256()
         self._stack = contextlib.ExitStack()
         self._file: BinaryIO | None = None

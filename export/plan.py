@@ -1,0 +1,192 @@
+"""What every exporter shares: a plan that is checked before any work, its report, and folders that appear whole.
+
+An exporter is a function ``plan_X(request) -> ExportPlan``: it reads names, shapes and the config, refuses
+what the format cannot hold (all offenders in one message), and predicts the size. ``ExportPlan.write`` then
+streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trapetum.errors import OutputError
+from trapetum.formats.atomic import disk_errors, sync_folder
+from trapetum.formats.source import TensorSource
+from trapetum.progress import Progress
+
+__all__ = ["ExportPlan", "ExportRequest", "ExportRow", "new_folder", "refuse_existing"]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What the caller asks for.
+
+    Parameters
+    ----------
+    artifact : TensorSource
+        Open; the caller closes it.
+    out : Path
+    source : TensorSource, optional
+        The unquantized model: values for tensors that have to be quantized again.
+    dtype : str, optional
+        ``f32``, ``bf16`` or ``f16``, for formats with dense weights.
+    max_shard_size : int
+        Bytes of a shard.
+    overwrite : bool
+    threads : int, optional
+        All that the process may use by default.
+    """
+
+    artifact: TensorSource
+    out: Path
+    source: TensorSource | None = None
+    dtype: str | None = None
+    max_shard_size: int = 5 << 30
+    overwrite: bool = False
+    threads: int | None = None
+
+
+@dataclass
+class ExportRow:
+    """What happens to one tensor.
+
+    Parameters
+    ----------
+    name : str
+        In the output.
+    action : str
+        One word: ``exact``, ``rounded``, ``quantized`` or ``zeros``.
+    detail : str
+        From what to what.
+    relative_error : float, optional
+        Squared error that the export adds over the squared norm; known after writing, None where nothing
+        can change.
+    changed : int
+        Values that rounding changed; known after writing.
+    """
+
+    name: str
+    action: str
+    detail: str
+    relative_error: float | None = None
+    changed: int = 0
+
+
+@dataclass
+class ExportPlan(ABC):
+    """A checked export that has not been written.
+
+    Attributes
+    ----------
+    request : ExportRequest
+    size : int
+        Exact bytes of the weight files.
+    files : dict of str to int
+        Weight files and their bytes, names relative to the output.
+    rows : list of ExportRow
+    notes : list of str
+        What a person should know.
+    """
+
+    format: ClassVar[str]
+    request: ExportRequest
+    size: int
+    files: dict[str, int]
+    rows: list[ExportRow]
+    notes: list[str] = field(default_factory=list)
+
+    @abstractmethod
+    def write(self, progress: Progress | None = None) -> Path:
+        """Write everything; the output appears under its name when it is complete.
+
+        Returns
+        -------
+        Path
+            The output.
+        """
+
+    def report(self) -> dict[str, Any]:
+        """The plan, or what was written, as JSON values."""
+        return {
+            "format": self.format,
+            "size": self.size,
+            "files": dict(self.files),
+            "tensors": [asdict(row) for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+
+def refuse_existing(out: Path, known: tuple[str, ...], *, overwrite: bool) -> None:
+    """Refuse an output that exists; with ``overwrite``, one that an export did not write.
+
+    Parameters
+    ----------
+    out : Path
+        File or folder. An empty folder counts as absent.
+    known : tuple of str
+        Patterns of file names that may stand in a folder that is replaced.
+    overwrite : bool
+
+    Raises
+    ------
+    OutputError
+    """
+    if not os.path.lexists(out):
+        return
+    entries = sorted(p.name for p in out.iterdir()) if out.is_dir() else [out.name]
+    if not entries:
+        return
+    if not overwrite:
+        raise OutputError(f"{out}: exists", hint="Give --overwrite to replace it, or another output with -o.")
+    foreign = [name for name in entries if not any(fnmatch(name, pattern) for pattern in known)]
+    if out.is_dir() and foreign:
+        raise OutputError(
+            f"{out}: holds {foreign[0]}, which an export does not write; the folder is not replaced",
+            hint="Move that file away or choose another output with -o.",
+        )
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A temporary folder that takes the place of ``out`` when the block ends without an exception.
+
+    Parameters
+    ----------
+    out : Path
+        Checked with :func:`refuse_existing` before.
+
+    Yields
+    ------
+    Path
+        The folder to fill, beside ``out``.
+
+    Raises
+    ------
+    OutputError
+        If it cannot be made or renamed.
+    """
+    token = secrets.token_hex(4)
+    target = out.resolve()
+    temporary, old = (target.with_name(f".{target.name}.{token}.{kind}") for kind in ("tmp", "old"))
+    try:
+        with disk_errors(out):
+            temporary.mkdir(parents=True)
+        yield temporary
+        with disk_errors(out):
+            sync_folder(temporary)
+            if target.exists():
+                os.rename(target, old)
+            os.rename(temporary, target)
+            sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
