@@ -42,7 +42,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trapetum.errors import RecipeError
 from trapetum.quantize.schemes import BITS, SCHEMES, Keep, Scheme, scheme_from_bits
 
-__all__ = ["DEFAULT_RULES", "GROUPS", "ROLES", "Recipe", "Rule", "list_recipes", "load_recipe", "resolve_recipe"]
+__all__ = [
+    "DEFAULT_RULES",
+    "GROUPS",
+    "ROLES",
+    "Recipe",
+    "Rule",
+    "list_recipes",
+    "load_recipe",
+    "resolve_recipe",
+]
 
 Effort = Literal["fast", "default", "high"]
 Kind = Literal[
@@ -55,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "attention": ("q", "k", "v", "o"),
     "mlp": ("gate", "up", "down"),
     "experts": ("gate", "up", "down"),
-    "linear": ("q", "k", "v", "o", "gate", "up", "down"),
+    "linear": ("q", "k", "v", "o", "gate", "up", "down", "linear"),  # "linear" alone: outside the table
 }
 ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
 
@@ -79,9 +88,9 @@ class Rule(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    glob: list[str] | None = Field(None, min_length=1)
+    glob: list[str] | None = Field(default=None, min_length=1)
     regex: str | None = None
-    role: list[Kind] | None = Field(None, min_length=1)
+    role: list[Kind] | None = Field(default=None, min_length=1)
     layers: str | None = None
     scheme: str | None = None
     bits: int | None = None
@@ -115,7 +124,9 @@ class Rule(BaseModel):
     def _whole(self) -> Rule:
         selectors = [k for k in ("glob", "regex", "role") if getattr(self, k) is not None]
         if len(selectors) != 1:
-            raise ValueError(f"needs exactly one of glob, regex, role; found {', '.join(selectors) or 'none'}")
+            raise ValueError(
+                f"needs exactly one of glob, regex, role; found {', '.join(selectors) or 'none'}"
+            )
         if self.keep and (self.scheme or self.bits or self.effort):
             raise ValueError("keep = true cannot go with scheme, bits or effort")
         return self
@@ -145,9 +156,7 @@ class Rule(BaseModel):
             return any(fnmatchcase(name, g) for g in self.glob)
         if self.regex is not None:
             return re.fullmatch(self.regex, name) is not None
-        return any(
-            kind in GROUPS.get(r, (r,)) and (expert or r != "experts") for r in self.role or ()
-        )
+        return any(kind in GROUPS.get(r, (r,)) and (expert or r != "experts") for r in self.role or ())
 
     def __str__(self) -> str:
         """What selects, for messages."""
@@ -172,8 +181,8 @@ class Recipe(BaseModel):
     scheme: str = "kmeans"
     bits: int = 4
     effort: Effort = "default"
-    seed: int = Field(0, ge=0)
-    rules: tuple[Rule, ...] = Field((), strict=False)
+    seed: int = Field(default=0, ge=0)
+    rules: tuple[Rule, ...] = Field(default=(), strict=False)
 
     @field_validator("scheme")
     @classmethod
@@ -321,7 +330,9 @@ def _validated(data: dict[str, Any], origin: str, default_name: str) -> Recipe:
         return Recipe.model_validate({"name": default_name, **data})
     except ValidationError as e:
         fault = e.errors(include_url=False)[0]
-        raise _fault(origin, fault["loc"], fault["type"], fault["msg"], fault["input"], fault.get("ctx")) from None
+        raise _fault(
+            origin, fault["loc"], fault["type"], fault["msg"], fault["input"], fault.get("ctx")
+        ) from None
 
 
 def _fault(
