@@ -57,7 +57,7 @@ def _search(
 ) -> None:
     """Borders and centroids of the m > k values ``x``; ``s`` is the tuple of scratch arrays of ``_scratch``."""
     pw, px, pxx = sums[0], sums[1], sums[2]
-    cube, table, layers, gathered, cand, score, fine, fsums = s
+    cube, table, layers, gathered, reach, cand, score, fine, fsums = s
     groups, subgroups, window, stride, rounds, steps = params
     nf, nc = compand(m, x, pw, groups if groups > 0 else k, max(subgroups, k), cube, fine, edges)
     if nf < k:
@@ -71,7 +71,7 @@ def _search(
         p = fine[j]
         fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
     if groups > 0:
-        solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, borders)
+        solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, reach, borders)
     else:
         for b in range(k + 1):
             borders[b] = fine[edges[b]]
@@ -201,6 +201,7 @@ def _scratch(k: int, params: Any, capacity: int) -> Any:
         np.empty((full, full), np.float32),
         np.empty((k if groups > 0 else 1, full), np.float32),
         np.empty((3, full), np.float64),
+        np.empty(full, np.int32),
         np.empty((4, k + 1, window), np.float64),
         np.empty((k + 1, window), np.float64),
         np.empty(capacity + k + 2, np.int32),
