@@ -1,8 +1,8 @@
 """A quantized model folder, opened lazily. Specified byte for byte in docs/formats/artifact.md.
 
-:meth:`Artifact.open` checks the manifest against the headers of all weight files, so that a missing, surplus or
-misshapen array is found before anything is computed; values are read when asked for, by rows where asked so.
-:meth:`Artifact.check_sums` reads every byte.
+:meth:`Artifact.open` checks the manifest against the headers of all weight files, so that a missing,
+surplus or misshapen array is found before anything is computed; values are read when asked for, by rows
+where asked so. :meth:`Artifact.check_sums` reads every byte.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Artifact:
         Raises
         ------
         FormatError
-            If it is not an artifact, is unfinished, has a newer format or a layout that is not known here, or if
-            manifest, index and weight files disagree.
+            If it is not an artifact, is unfinished, has a newer format or a layout that is not known
+            here, or if manifest, index and weight files disagree.
         """
         path = Path(path)
         manifest, records = parse_manifest(_read_manifest(path), str(path / MANIFEST))
@@ -186,7 +186,8 @@ class Artifact:
             sums = parse_sums(self.path / SUMS)
         except FormatError as error:
             return [error.message]
-        present = {p.name for p in self.path.iterdir() if p.is_file()} - {SUMS, RUN_LOG}
+        present = {p.name for p in self.path.iterdir() if is_plain_name(p.name) and p.is_file()}
+        present -= {SUMS, RUN_LOG}
         problems = [f"{self.path / name}: is not listed in {SUMS}" for name in sorted(present - sums.keys())]
         total = sum(r.nbytes for r in self.records.values())
         meter = progress or Progress()

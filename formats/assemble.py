@@ -2,15 +2,16 @@
 
 All state is in files that appear by rename, in this order (``W`` is ``DIR/.trapetum``):
 
-1. ``W/out/``: side files, config.json, README.md, the index; then ``trapetum.json``: from here on (*sealed*) the
-   parts are only copied, and the job can be finished without its source.
+1. ``W/out/``: side files, config.json, README.md, the index; then ``trapetum.json``: from here on
+   (*sealed*) the parts are only copied, and the job can be finished without its source.
 2. ``W/out/model-*.safetensors``, one by one; the parts of a shard are deleted when it is published.
-3. ``W/out/SHA256SUMS``, then ``W/commit.json``, the list of files to move and of an old artifact's files to remove.
+3. ``W/out/SHA256SUMS``, then ``W/commit.json``, the list of files to move and of an old artifact's files
+   to remove.
 4. Old manifest and files are removed, new ones renamed into DIR, ``trapetum.json`` last; ``W`` is emptied.
 
-A killed run is taken up by :func:`resume_assembly`, each step of which looks whether its result is already there. A
-folder without ``trapetum.json`` is no artifact, so readers never see a half. Peak disk: all weights once, plus one
-shard (the one being built), plus the old artifact where one is replaced.
+A killed run is taken up by :func:`resume_assembly`, each step of which looks whether its result is
+already there. A folder without ``trapetum.json`` is no artifact, so readers never see a half. Peak disk:
+all weights once, plus one shard (the one being built), plus the old artifact where one is replaced.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def assemble(
     manifest : mapping
         From :func:`trapetum.formats.manifest.build_manifest`.
     files : mapping of file name to bytes or path
-        Everything else: ``config.json`` (see ``artifact_config``), ``README.md``, tokenizer files ...; paths are copied.
+        Everything else: ``config.json`` (see ``artifact_config``), ``README.md``, tokenizer files ...;
+        paths are copied.
     max_shard_bytes : int
         Data bytes a shard may hold; a tensor's arrays stay together.
     progress : Progress, optional
@@ -120,7 +122,9 @@ def assemble(
 
 
 def resume_assembly(folder: str | Path, *, progress: Progress | None = None) -> bool:
-    """Finish what :func:`assemble` of a killed run began; the caller holds the folder's lock.
+    """Finish what :func:`assemble` of a killed run began; every run calls it first, under the folder's lock.
+
+    Removes the temporary files of killed writers, too.
 
     Returns
     -------
@@ -134,13 +138,14 @@ def resume_assembly(folder: str | Path, *, progress: Progress | None = None) -> 
     """
     folder = Path(folder)
     work = folder / WORK_FOLDER
-    out = work / OUT
-    if not (work / COMMIT).is_file():
-        if not (out / MANIFEST).is_file():
-            return False
-        remove_leftovers(out)
-        _commit(folder, _build(work, progress or Progress()))
-    _move(folder)
+    remove_leftovers(work / PARTS)
+    with disk_errors(folder):
+        if not (work / COMMIT).is_file():
+            if not (work / OUT / MANIFEST).is_file():
+                return False
+            remove_leftovers(work / OUT)
+            _commit(folder, _build(work, progress or Progress()))
+        _move(folder)
     return True
 
 
@@ -207,10 +212,14 @@ def _commit(folder: Path, sums: Mapping[str, str]) -> None:
     files = [*sorted(sums), SUMS]
     log = work / RUN_LOG
     if log.is_file():
-        with disk_errors(log):
-            os.replace(log, work / OUT / RUN_LOG)
+        os.replace(log, work / OUT / RUN_LOG)
     if (work / OUT / RUN_LOG).is_file():
         files.append(RUN_LOG)
+    for name in [*files, MANIFEST]:
+        if (folder / name).is_dir():
+            raise OutputError(
+                f"{folder / name}: is a folder where a file must be written", hint="Move it away."
+            )
     remove = [name for name in old_files(folder) if name not in files]
     write_atomic(work / COMMIT, json.dumps({"files": files, "remove": remove}).encode())
 
@@ -220,22 +229,25 @@ def _move(folder: Path) -> None:
     work = folder / WORK_FOLDER
     out = work / OUT
     commit = parse_json((work / COMMIT).read_bytes(), str(work / COMMIT))
-    with disk_errors(folder):
-        if (out / MANIFEST).is_file():  # it moves last: until then the folder is no artifact
-            for name in [MANIFEST, *commit["remove"]]:
-                (folder / name).unlink(missing_ok=True)
-            sync_folder(folder)
-            for name in commit["files"]:
-                if name != MANIFEST and (out / name).is_file():
-                    os.replace(out / name, folder / name)
-            sync_folder(folder)
-            os.replace(out / MANIFEST, folder / MANIFEST)
-            sync_folder(folder)
-        for entry in os.scandir(work):
-            if entry.name in (LOCK, COMMIT):
+    if (out / MANIFEST).is_file():  # it moves last: until then the folder is no artifact
+        for name in [MANIFEST, *commit["remove"]]:
+            (folder / name).unlink(missing_ok=True)
+        sync_folder(folder)
+        for name in commit["files"]:
+            if name == MANIFEST:
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-            else:
-                os.unlink(entry.path)
-        (work / COMMIT).unlink()
+            if (out / name).is_file():
+                os.replace(out / name, folder / name)
+            elif not (folder / name).is_file():
+                raise FormatError(f"{out / name}: vanished while the artifact was put in place")
+        sync_folder(folder)
+        os.replace(out / MANIFEST, folder / MANIFEST)
+        sync_folder(folder)
+    for entry in os.scandir(work):
+        if entry.name in (LOCK, COMMIT):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+    (work / COMMIT).unlink()

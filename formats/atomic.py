@@ -4,9 +4,10 @@ Every file that the package writes goes through here. The rules:
 
 * A file is written as ``.NAME.XXXXXXXX.tmp`` beside its final name, synced, then renamed over it, and the
   folder is synced. Whatever happens (exception, kill -9, power cut), the final name holds old bytes or new.
-* Its mode is 0666 less the umask, as ``open`` would give; ``tempfile`` would leave 0600, unreadable for others.
-* The writer holds ``flock`` on its temporary file, so a later writer of the same name can tell the leftover of a
-  killed process (no lock: removed) from the file of a living one (locked: left alone).
+* Its mode is 0666 less the umask, as ``open`` would give; ``tempfile`` would leave 0600, unreadable for
+  others.
+* The writer holds ``flock`` on its temporary file, so a later writer of the same name can tell the
+  leftover of a killed process (no lock: removed) from the file of a living one (locked: left alone).
 * A failed write becomes one ``OutputError`` that names the file; for a full disk, an exhausted quota or a
   file-size limit it also tells the bytes wanted and the bytes free. The temporary file is removed.
 """
@@ -163,7 +164,9 @@ def publish(temporary: str | Path, final: str | Path, *, replace: bool = True) -
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | Path, *, size: int | None = None, replace: bool = True) -> Iterator[BinaryIO]:
+def atomic_file(
+    path: str | Path, *, size: int | None = None, replace: bool = True, sweep: bool = True
+) -> Iterator[BinaryIO]:
     """A binary file, open for writing and reading, that gets its name when the block ends without exception.
 
     Parameters
@@ -174,6 +177,8 @@ def atomic_file(path: str | Path, *, size: int | None = None, replace: bool = Tr
         Bytes that will be written, for the message when they do not fit.
     replace : bool
         Whether an existing file may be replaced.
+    sweep : bool
+        Whether to look for leftovers of killed writers of this name; reads the folder's listing.
 
     Yields
     ------
@@ -195,7 +200,8 @@ def atomic_file(path: str | Path, *, size: int | None = None, replace: bool = Tr
     (b'abc', ['x'])
     """
     final = Path(path)
-    _remove_dead(final.parent, f".{final.name}.")
+    if sweep:
+        _remove_dead(final.parent, f".{final.name}.")
     temporary = final.parent / f".{final.name}.{secrets.token_hex(4)}.tmp"
     with disk_errors(final, size):
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -288,6 +294,7 @@ class FolderLock:
         while self._fd is None:
             with disk_errors(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+                sync_folder(self.folder.resolve().parent)
                 fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 self._lock(fd)

@@ -1,7 +1,7 @@
-"""``trapetum.json``: what an artifact holds, as one deterministic JSON file. Specified in docs/formats/artifact.md.
+"""``trapetum.json``: what an artifact holds, as one deterministic JSON file (docs/formats/artifact.md).
 
-This module is the one place that knows the schema: the file names of an artifact, the stored arrays of each layout, the
-entry of a tensor, the totals, the bytes, and the checks of a reader.
+This module is the one place that knows the schema: the file names of an artifact, the stored arrays of
+each layout, the entry of a tensor, the totals, the bytes, and the checks of a reader.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import numpy as np
 from trapetum.errors import FormatError
 from trapetum.formats.dtypes import DTYPES, dtype_code
 from trapetum.formats.safetensors_writer import Entry
+from trapetum.formats.stored_arrays import Arrays, Rule, array_rule, stored_entries
 from trapetum.formats.strict_json import parse_json, shown
-from trapetum.packing import packed_row_bytes
-from trapetum.tensors import matrix_shape
 
 __all__ = [
     "FORMAT_VERSION",
@@ -34,7 +33,6 @@ __all__ = [
     "manifest_bytes",
     "parse_manifest",
     "parse_record",
-    "stored_entries",
     "tensor_entry",
 ]
 
@@ -44,11 +42,9 @@ INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 RUN_LOG = "run.jsonl"
 
-Arrays = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-
 
 def is_plain_name(name: object) -> bool:
-    """Whether a string from a file may name a file of the same folder: no path, nothing hidden, no control byte.
+    """Whether a string from a file may name a file of the same folder: no path, not hidden, printable.
 
     Examples
     --------
@@ -62,42 +58,6 @@ def is_plain_name(name: object) -> bool:
         and name.isprintable()
         and not any(c in name for c in "/\\:")
     )
-
-
-def stored_entries(name: str, arrays: Arrays) -> list[Entry]:
-    """The arrays of tensor NAME under their stored names (``NAME.suffix``; suffix ``""``: NAME), sorted by suffix.
-
-    Examples
-    --------
-    >>> [e.name for e in stored_entries("w", {"codes": (np.dtype("u1"), (1, 1)), "codebook": (np.dtype("<f2"), (1, 4))})]
-    ['w.codebook', 'w.codes']
-    """
-    return [
-        Entry(f"{name}.{suffix}" if suffix else name, np.dtype(dtype), tuple(shape))
-        for suffix, (dtype, shape) in sorted(arrays.items())
-    ]
-
-
-def _dense_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> _Rule:
-    return {"": (tuple(DTYPES), shape)}
-
-
-def _codebook_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> _Rule:
-    size = params.get("codebook_size")
-    if type(size) is not int or not 2 <= size <= 256:
-        raise FormatError(f"codebook_size is {shown(size)}; 2 to 256 are allowed")
-    rows, in_features = matrix_shape(shape)
-    return {
-        "codes": (("U8",), (rows, packed_row_bytes(in_features, (size - 1).bit_length()))),
-        "codebook": (("F16", "F32"), (rows, size)),
-    }
-
-
-_Rule = dict[str, tuple[tuple[str, ...], tuple[int, ...]]]  # suffix -> allowed dtype codes, exact shape
-_LAYOUTS: dict[str, Callable[[tuple[int, ...], Mapping[str, Any]], _Rule]] = {
-    "dense": _dense_arrays,
-    "codebook": _codebook_arrays,
-}
 
 
 @dataclass(frozen=True)
@@ -155,8 +115,8 @@ def tensor_entry(name: str, draft: Mapping[str, Any], arrays: Arrays, sha256: st
     ----------
     name : str
     draft : mapping
-        ``layout``, ``shape``, ``scheme`` and, where the layout has any, ``params``; ``relative_error`` (None: lossless
-        by construction); any further JSON values, which readers ignore.
+        ``layout``, ``shape``, ``scheme`` and, where the layout has any, ``params``; ``relative_error``
+        (None: lossless by construction); any further JSON values, which readers ignore.
     arrays : mapping of suffix to (dtype, shape)
     sha256 : str
         See :class:`TensorRecord`.
@@ -173,6 +133,7 @@ def tensor_entry(name: str, draft: Mapping[str, Any], arrays: Arrays, sha256: st
     """
     shape = [int(n) for n in draft["shape"]]
     nbytes = sum(e.nbytes for e in stored_entries(name, arrays))
+    error = draft.get("relative_error")
     entry: dict[str, Any] = {
         "layout": draft["layout"],
         "shape": shape,
@@ -180,7 +141,7 @@ def tensor_entry(name: str, draft: Mapping[str, Any], arrays: Arrays, sha256: st
         "scheme": dict(draft["scheme"]),
         "bytes": nbytes,
         "bpw": _bpw(nbytes, math.prod(shape)),
-        "relative_error": draft.get("relative_error"),
+        "relative_error": None if error is None else float(error),
     }
     entry |= {k: v for k, v in draft.items() if k not in entry}
     entry["arrays"] = {
@@ -216,9 +177,6 @@ def parse_record(name: str, entry: Any) -> TensorRecord:
     if missing:
         raise bad(f"the entry lacks {', '.join(missing)}")
     layout, params, scheme = entry["layout"], entry["params"], entry["scheme"]
-    rule = _LAYOUTS.get(layout) if isinstance(layout, str) else None
-    if rule is None:
-        raise bad(f"layout {shown(layout)} is not one that this version reads ({', '.join(_LAYOUTS)})")
     shape = _shape(entry["shape"])
     if shape is None:
         raise bad(f"shape {shown(entry['shape'])}; a list of whole numbers from 0 on is allowed")
@@ -231,7 +189,7 @@ def parse_record(name: str, entry: Any) -> TensorRecord:
     if error is not None and (type(error) not in (int, float) or not 0 <= error < math.inf):
         raise bad(f"relative_error is {shown(error)}; null or a number from 0 on is allowed")
     try:
-        allowed = rule(shape, params)
+        allowed = array_rule(layout, shape, params)
     except FormatError as problem:
         raise bad(problem.message) from None
     arrays = _arrays(entry["arrays"], allowed, bad)
@@ -259,7 +217,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if ok else None
 
 
-def _arrays(found: Any, allowed: _Rule, bad: Callable[[str], FormatError]) -> Arrays:
+def _arrays(found: Any, allowed: Rule, bad: Callable[[str], FormatError]) -> Arrays:
     if not isinstance(found, dict) or found.keys() != allowed.keys():
         have = sorted(found) if isinstance(found, dict) else found
         raise bad(f"arrays are {shown(have)}; this layout has {sorted(allowed)}")
@@ -283,8 +241,8 @@ def build_manifest(header: Mapping[str, Any], entries: Mapping[str, Mapping[str,
     Parameters
     ----------
     header : mapping
-        ``tool_version``, ``source``, ``architecture``, ``recipe``, and any further JSON values that are a pure function
-        of the job's input (no times, no host, no paths).
+        ``tool_version``, ``source``, ``architecture``, ``recipe``, and any further JSON values that are a
+        pure function of the job's input (no times, no host, no paths).
     entries : mapping of tensor name to entry
         As :func:`tensor_entry` returned them, in the order of the plan.
 
@@ -316,12 +274,21 @@ def _totals(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
-    """UTF-8 JSON, two spaces of indentation, keys in insertion order, one newline at the end."""
-    return (json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    """UTF-8 JSON, indented by two spaces, one line a tensor, keys in insertion order."""
+
+    def dump(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+
+    fields = [
+        f"  {dump(k)}: " + dump(v, 2).replace("\n", "\n  ") for k, v in manifest.items() if k != "tensors"
+    ]
+    tensors = ",\n".join(f"    {dump(name)}: {dump(entry)}" for name, entry in manifest["tensors"].items())
+    fields.append('  "tensors": {\n' + tensors + "\n  }")
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
 
 
 def artifact_config(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> bytes:
-    """``config.json``: the source's, with the ``quantization_config`` by which other programs know the artifact.
+    """``config.json``: the source's, with the ``quantization_config`` by which others know the artifact.
 
     Parameters
     ----------
@@ -380,7 +347,8 @@ def parse_manifest(data: bytes, what: str) -> tuple[dict[str, Any], dict[str, Te
         for array in records[name].arrays.values():
             if owner.setdefault(array.name, name) != name:
                 raise FormatError(
-                    f"{what}: tensors {shown(owner[array.name])} and {shown(name)} both store {shown(array.name)}"
+                    f"{what}: tensors {shown(owner[array.name])} and {shown(name)} "
+                    f"both store {shown(array.name)}"
                 )
     found = manifest["totals"]
     expected = {"tensors": len(records), "bytes": sum(r.nbytes for r in records.values())}

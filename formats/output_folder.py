@@ -45,8 +45,8 @@ def output_state(folder: str | Path) -> OutputState:
     Raises
     ------
     OutputError
-        If it is a file, cannot be read, or holds something that is neither a job nor an artifact: such a folder is
-        never written to, whatever is asked for.
+        If it is a file, cannot be read, or holds something that is neither a job nor an artifact: such a
+        folder is never written to, whatever is asked for.
     """
     folder = Path(folder)
     try:

@@ -1,10 +1,10 @@
 """Finished tensors of a running job, one small file each. The set of published parts IS the journal.
 
-``DIR/.trapetum/parts/IIIII-HHHHHHHHHHHHHHHH.safetensors`` holds the stored arrays of one tensor (I: its place in
-the plan, H: begin of the SHA-256 of its name), sorted by suffix, and its complete manifest entry as JSON in the
-header's metadata. A part is published by rename when all of it is on disk, so no second record of progress could
-disagree with the data: after kill -9 the next run asks for each tensor's part and computes those that are not
-there. A part that is empty, cut off or altered counts as not there.
+``DIR/.trapetum/parts/IIIII-HHHHHHHHHHHHHHHH.safetensors`` holds the stored arrays of one tensor (I: its
+place in the plan, H: begin of the SHA-256 of its name), sorted by suffix, and its complete manifest entry
+as JSON in the header's metadata. A part is published by rename when all of it is on disk, so no second
+record of progress could disagree with the data: after kill -9 the next run asks for each tensor's part
+and computes those that are not there. A part that is empty, cut off or altered counts as not there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any, Self
 from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
+from trapetum.formats.atomic import disk_errors
 from trapetum.formats.checksums import file_sha256
-from trapetum.formats.manifest import Arrays, TensorRecord, parse_record, stored_entries, tensor_entry
+from trapetum.formats.manifest import TensorRecord, parse_record, tensor_entry
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.safetensors_writer import SafetensorsWriter, header_bytes
+from trapetum.formats.stored_arrays import Arrays, stored_entries
 from trapetum.formats.strict_json import parse_json
 
 __all__ = ["Part", "PartWriter", "part_path", "read_part", "write_part"]
@@ -80,7 +82,7 @@ class PartWriter:
         with PartWriter(parts, index, name, scheme.arrays(shape, dtype, wide)) as part:
             for block in blocks:
                 part.write(scheme.quantize(block, wide=wide).to_arrays())
-            entry = part.finish({"layout": ..., "shape": ..., "params": ..., "scheme": ..., "relative_error": ...})
+            entry = part.finish({"layout": ..., "shape": ..., "scheme": ..., ...})
 
     Leaving the block publishes; an exception, or leaving without :meth:`finish`, leaves nothing behind.
 
@@ -100,10 +102,11 @@ class PartWriter:
         entries = stored_entries(name, arrays)
         self._stored = {suffix: e.name for suffix, e in zip(sorted(arrays), entries)}
         reserve = len(header_bytes(entries, {"name": name, "entry": ""})) + _ENTRY_BYTES
-        self._writer = SafetensorsWriter(self.path, entries, {"name": name}, reserve=reserve)
+        self._writer = SafetensorsWriter(self.path, entries, {"name": name}, reserve=reserve, sweep=False)
 
     def __enter__(self) -> Self:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         self._writer.__enter__()
         return self
 

@@ -1,15 +1,16 @@
-"""Write safetensors files as a stream: sizes are known before any data, and no tensor is ever whole in memory.
+"""Write safetensors files as a stream: sizes are known before any data, no tensor is whole in memory.
 
 ::
 
     byte 0   u64 little-endian   H, length of the header
-    byte 8   H bytes             compact JSON {"__metadata__": {...}, NAME: {"dtype", "shape", "data_offsets"}, ...}
-                                 in data order, padded with spaces so that the data begin at a multiple of 8
+    byte 8   H bytes             compact JSON in data order, padded with spaces to a multiple of 8:
+                                 {"__metadata__": {...}, NAME: {"dtype", "shape", "data_offsets"}, ...}
     then     data                C order, little-endian, in the order of the header, without gaps
 
 Source: https://github.com/huggingface/safetensors (README, "Format").
 
-Data are positioned (``pwrite``): the arrays of one tensor can be streamed side by side, row block by row block.
+Data are positioned (``pwrite``): the arrays of one tensor can be streamed side by side, row block by row
+block.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class SafetensorsWriter:
     metadata : mapping of str to str, optional
     reserve : int
         Bytes kept for the JSON of the header, so that ``metadata`` may be replaced (attribute) until the end.
-    replace : bool
-        Whether an existing file may be replaced.
+    sweep : bool
+        See :func:`trapetum.formats.atomic.atomic_file`.
 
     Raises
     ------
@@ -173,14 +174,14 @@ class SafetensorsWriter:
         metadata: Mapping[str, str] | None = None,
         *,
         reserve: int = 0,
-        replace: bool = True,
+        sweep: bool = True,
     ) -> None:
         self.path = Path(path)
         self.metadata = metadata
         self.entries = {e.name: e for e in entries}
         self._order = list(entries)
         self._reserve = reserve
-        self._replace = replace
+        self._sweep = sweep
         self.data_start = len(header_bytes(entries, metadata, reserve=reserve))
         self._begin: dict[str, int] = {}
         self._done = dict.fromkeys(self.entries, 0)
@@ -193,7 +194,7 @@ class SafetensorsWriter:
         self.size = offset
 
     def __enter__(self) -> Self:
-        file = self._stack.enter_context(atomic_file(self.path, size=self.size, replace=self._replace))
+        file = self._stack.enter_context(atomic_file(self.path, size=self.size, sweep=self._sweep))
         self._fd = file.fileno()
         return self
 

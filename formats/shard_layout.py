@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trapetum.formats.manifest import Arrays, stored_entries
 from trapetum.formats.safetensors_writer import Entry, aligned_order, file_size, plan_shards, shard_names
+from trapetum.formats.stored_arrays import Arrays, stored_entries
 
 __all__ = ["METADATA", "Shard", "make_shard", "shard_layout"]
 

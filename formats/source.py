@@ -60,8 +60,8 @@ class TensorSource(Protocol):
     def side_files(self) -> list[Path]:
         """Config, tokenizer and generation files that travel with the weights."""
 
-    def release(self, name: str) -> None:
-        """Drop this tensor's mapped pages."""
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Drop the mapped pages of a tensor, or of some of its rows."""
 
     def close(self) -> None:
         """Close all files."""
