@@ -82,23 +82,24 @@ class SafetensorsFile:
         path = Path(path)
         fd = _open_regular(path)
         try:
-            size = os.fstat(fd).st_size
-            tensors, metadata, notes = read_header(fd, size, path)
+            tensors, metadata, notes = read_header(fd, os.fstat(fd).st_size, path)
             pages = None
             if mmap:
                 try:
                     pages = _mmap.mmap(fd, 0, access=_mmap.ACCESS_READ)
                 except (OSError, ValueError, OverflowError) as error:
-                    reason = getattr(error, "strerror", None) or str(error)
-                    notes.append(
-                        f"{path.name}: cannot be memory-mapped ({reason}); it is read with pread instead"
-                    )
-            if pages is not None:
-                os.close(fd)  # the map keeps its own descriptor
-            return cls(path, tensors, metadata, notes, None if pages is not None else fd, pages)
+                    reason = getattr(error, "strerror", None) or error
+                    notes.append(f"{path.name}: cannot be memory-mapped ({reason}); read with pread instead")
+        except OSError as error:
+            os.close(fd)
+            raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
         except BaseException:
             os.close(fd)
             raise
+        if pages is None:
+            return cls(path, tensors, metadata, notes, fd, None)
+        os.close(fd)  # the map keeps its own descriptor
+        return cls(path, tensors, metadata, notes, None, pages)
 
     def read(self, name: str, rows: slice | None = None) -> NDArray[Any]:
         """Values of a tensor, or of some of its rows.
@@ -123,9 +124,7 @@ class SafetensorsFile:
         start, end, shape = _byte_range(info, rows)
         if self._pages is not None:
             raw = np.frombuffer(self._pages, np.uint8, end - start, start)
-            if (
-                start % info.dtype.itemsize
-            ):  # a header length that is no multiple of 8; kernels want alignment
+            if start % info.dtype.itemsize:  # the header is no multiple of 8 long; kernels want alignment
                 raw = raw.copy()
         else:
             raw = self._pread(info, start, end)

@@ -225,8 +225,8 @@ def _in_order(tensors: list[TensorInfo], base: int, size: int, path: Path) -> di
     for info in tensors:
         if info.start < at:
             raise FormatError(
-                f"{path}: tensors {shown(previous)} and {shown(info.name)} overlap: both own byte "
-                f"{info.start - base} of the data; each byte may belong to one tensor"
+                f"{path}: tensors {shown(previous)} and {shown(info.name)} overlap: the second begins at data "
+                f"byte {info.start - base}, before the first ends at {at - base}; each byte may have one owner"
             )
         if info.start > at:
             where = f"after {shown(previous)}" if previous is not None else "at the beginning of the data"
