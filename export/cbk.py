@@ -21,7 +21,7 @@ The vocabulary is padded with zero rows to a multiple of 256.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,8 @@ from trapetum.errors import CheckpointError, FormatError, RecipeError, Unsupport
 from trapetum.export.cbk_folder import FOLDER_FILES, write_manifest, write_side_files
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import require_space
-from trapetum.formats.cbk import MODEL_FILE, manifest_paths, padded_vocab
+from trapetum.formats.cbk import padded_vocab
+from trapetum.formats.cbk_manifest import MODEL_FILE, manifest_paths
 from trapetum.formats.cbk_matrix import S16Builder
 from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader, Record
 from trapetum.formats.cbk_writer import CbkWriter
@@ -90,11 +91,13 @@ class CbkPlan(ExportPlan):
             self._write_model(out, manifest_paths(out)[0], progress)
             return out
         with new_folder(out) as folder:
-            self._write_model(folder / MODEL_FILE, folder / "manifest.json", progress)
-            write_side_files(self.request.artifact, folder)
+            beside = write_side_files(self.request.artifact, folder)
+            self._write_model(folder / MODEL_FILE, folder / "manifest.json", progress, beside)
         return out
 
-    def _write_model(self, path: Path, manifest: Path, progress: Progress) -> None:
+    def _write_model(
+        self, path: Path, manifest: Path, progress: Progress, beside: Iterable[str] = ()
+    ) -> None:
         progress.begin("export cbk", self.size)
         threads = usable_threads(self.request.threads)
         with (
@@ -104,7 +107,7 @@ class CbkPlan(ExportPlan):
             for job in self.jobs:
                 writer.write(job.record.name, _PARTS[job.record.kind](self, job, pool, threads))
                 progress.advance(job.record.nbytes, _line(job.row))
-        write_manifest(manifest, path.name, self.request.artifact, writer, self.report())
+        write_manifest(manifest, path.name, self.request.artifact, writer, self.report(), beside)
         progress.end()
 
     def _dense(

@@ -1,27 +1,18 @@
-"""What stands beside a .cbk: the manifest with everything that the format cannot say, and the files to serve it.
-
-manifest.json (``X.cbk.json`` for a single file)::
-
-    format, magic, file, nbytes, sha256, header_sha256
-    config      vocab_size (the real one), hidden_size, token ids, max_position_embeddings
-    source      folder name of the artifact, and what the artifact says about its own source
-    tool        name and version
-    records     [{name, kind, shape, offset, nbytes, sha256}, ...] in file order
-    report      what the export did with each tensor, and the errors it added
-
-Nothing in it depends on the time, the host or a path, so equal artifacts give equal files.
-"""
+"""What stands beside a .cbk: the manifest (``formats.cbk_manifest``) and the files that serving programs expect."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trapetum import __version__
 from trapetum.formats.atomic import disk_errors, write_atomic
+from trapetum.formats.cbk_manifest import manifest_bytes
 from trapetum.formats.cbk_writer import CbkWriter
+from trapetum.formats.checksums import file_sha256
 from trapetum.formats.source import TensorSource
 from trapetum.formats.strict_json import parse_json
 from trapetum.models.architectures import text_config
@@ -57,7 +48,12 @@ _TEMPLATES = (
 
 
 def write_manifest(
-    path: Path, file: str, artifact: TensorSource, writer: CbkWriter, report: dict[str, Any]
+    path: Path,
+    file: str,
+    artifact: TensorSource,
+    writer: CbkWriter,
+    report: dict[str, Any],
+    beside: Iterable[str] = (),
 ) -> None:
     """Write the manifest of a finished .cbk.
 
@@ -72,6 +68,8 @@ def write_manifest(
         After its block ended.
     report : dict
         ``ExportPlan.report()``.
+    beside : iterable of str
+        Names of the files in the manifest's folder that belong to the export.
     """
     text = text_config(artifact.config)
     origin = getattr(artifact, "manifest", None) or {}
@@ -87,12 +85,13 @@ def write_manifest(
         "tool": {"name": "trapetum", "version": __version__},
         "records": writer.entries,
         "report": report,
+        "files": {name: file_sha256(path.with_name(name)) for name in sorted(beside)},
     }
-    write_atomic(path, _json(manifest))
+    write_atomic(path, manifest_bytes(manifest))
 
 
-def write_side_files(artifact: TensorSource, folder: Path) -> None:
-    """Tokenizer, config and meta.json, as programs that serve a .cbk expect them."""
+def write_side_files(artifact: TensorSource, folder: Path) -> list[str]:
+    """Tokenizer, config and meta.json, as programs that serve a .cbk expect them; returns their names."""
     side = {file.name: file for file in artifact.side_files()}
     with disk_errors(folder):
         for name in _COPIED:
@@ -103,6 +102,7 @@ def write_side_files(artifact: TensorSource, folder: Path) -> None:
     label = str(config.get("_name_or_path") or artifact.path.resolve().name)
     meta = {"label": label, "template": _template(side.get("tokenizer_config.json"))}
     write_atomic(folder / "meta.json", _json(meta))
+    return ["config.json", "meta.json", *(name for name in _COPIED if name in side)]
 
 
 def dense_config(config: dict[str, Any]) -> dict[str, Any]:

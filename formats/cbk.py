@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
 from trapetum.formats.cbk_header import MappedFile, read_header
+from trapetum.formats.cbk_manifest import MODEL_FILE, is_intact, manifest_paths
 from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16
 from trapetum.formats.cbk_records import CbkHeader, Record
+from trapetum.formats.checksums import file_sha256
 from trapetum.formats.strict_json import parse_json, shown
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor
 
-__all__ = ["MODEL_FILE", "CbkFile", "manifest_paths", "padded_vocab"]
+__all__ = ["CbkFile", "padded_vocab"]
 
-MODEL_FILE = "model.cbk"
 _DENSE: dict[str, np.dtype[Any]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
 # Rows of these two are padded; by name, so that the record tables need not say it.
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -45,12 +46,6 @@ def padded_vocab(vocab_size: int) -> int:
     return -(-vocab_size // 256) * 256
 
 
-def manifest_paths(path: Path) -> list[Path]:
-    """Where the manifest of a .cbk may lie: ``X.cbk.json``, and ``manifest.json`` beside ``model.cbk``."""
-    beside = [path.with_name(path.name + ".json")]
-    return [*beside, path.with_name("manifest.json")] if path.name == MODEL_FILE else beside
-
-
 class CbkFile:
     """A .cbk as a ``TensorSource``: Hugging Face names, [out, in] order; made by :meth:`open`.
 
@@ -61,7 +56,7 @@ class CbkFile:
     header : CbkHeader
     records : dict of str to Record
     manifest : dict or None
-        Content of the manifest beside the file.
+        Content of the manifest beside the file, ``manifest_path``.
     vocab_known : bool
         Whether ``config["vocab_size"]`` is the real size rather than the padded one.
     """
@@ -74,6 +69,7 @@ class CbkFile:
         self.records: dict[str, Record] = {r.name: r for r in header.records()}
         self.notes: list[str] = []
         self._data = data
+        self.manifest_path: Path | None = None
         self.manifest = self._read_manifest()
         beside = self._neighbour_config()
         self.vocab_known = "vocab_size" in beside
@@ -182,13 +178,11 @@ class CbkFile:
 
         Yields
         ------
-        (record name or "header", sentence)
-            Values that are not finite, padding that is not zero, checksums that differ from the manifest's.
+        (record or file name, sentence)
+            Values that are not finite, padding that is not zero, and what differs from the manifest's checksums.
         """
+        yield from self._manifest_faults()
         known = {e["name"]: e.get("sha256") for e in (self.manifest or {}).get("records", [])}
-        header = self._data.read(0, self.header.nbytes)
-        if self.manifest and hashlib.sha256(header.data).hexdigest() != self.manifest.get("header_sha256"):
-            yield "header", "the header differs from the manifest's checksum"
         for name, record in self.records.items():
             if self.manifest is not None and self._digest(record) != known.get(name):
                 yield name, "the bytes differ from the manifest's checksum"
@@ -204,6 +198,21 @@ class CbkFile:
                 yield name, "rows that pad the vocabulary are not zero"
             self.release(name)
             advance(record.nbytes)
+
+    def _manifest_faults(self) -> Iterator[tuple[str, str]]:
+        """What does not need the records: the manifest itself, the header, the files beside it."""
+        if self.manifest is None or self.manifest_path is None:
+            return
+        if not is_intact(self.manifest_path.read_bytes()):
+            yield self.manifest_path.name, "the manifest was changed after it was written"
+        header = self._data.read(0, self.header.nbytes)
+        if hashlib.sha256(header.data).hexdigest() != self.manifest.get("header_sha256"):
+            yield "header", "the header differs from the manifest's checksum"
+        listed = self.manifest.get("files")
+        for name, digest in listed.items() if isinstance(listed, dict) else ():
+            file = self.path.with_name(Path(name).name)
+            if not file.is_file() or file_sha256(file) != digest:
+                yield file.name, "the file is missing or differs from the manifest's checksum"
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Let the system drop this tensor's pages; rows lie all over a matrix, so ``rows`` changes nothing."""
@@ -253,6 +262,7 @@ class CbkFile:
             named = [e.get("name") for e in content.get("records", []) if isinstance(e, dict)]
             if named != list(self.records):
                 raise FormatError(f"{file}: its list of records is not that of {self.path.name}")
+            self.manifest_path = file
             return content
         return None
 
