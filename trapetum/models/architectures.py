@@ -28,6 +28,7 @@ Windows = Callable[[Mapping[str, Any], int], tuple[int | None, ...]]
 
 # Everything that may stand before the text model's own names.
 _PREFIX = r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
+_SPELLED_OUT = 8  # faults of a checkpoint in one message
 # Tensors that code recomputes and that some exporters store anyway; skipped and listed.
 _BUFFER = re.compile(r"(?:rotary_emb\.\w+|inv_freq|masked_bias|position_ids|num_batches_tracked|attn\.bias)$")
 
@@ -211,15 +212,15 @@ class Architecture:
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for module in self.modules:
-            if module.part == "head" and config.tie_word_embeddings:
+            if module.part == "head" and config.tie_word_embeddings is not False:
                 continue
             shape = tuple(config.dimensions[d] for d in module.shape)
             for layer in range(config.num_hidden_layers) if "{layer}" in module.template else (None,):
                 shapes[self.tensor_name(module.part, layer)] = shape
         return shapes
 
-    def check_tensors(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare a checkpoint's tensors with what its config promises.
+    def faults(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Where a checkpoint's tensors are not what its config promises.
 
         Parameters
         ----------
@@ -227,31 +228,41 @@ class Architecture:
         shapes : mapping of name to shape
             Every tensor of the checkpoint, under its own name.
 
+        Returns
+        -------
+        list of str
+            One clause each, the missing ones first; empty for an architecture outside the table.
+
         Raises
         ------
         CheckpointError
-            If one is missing or has another shape; names the first.
+            See :meth:`index`.
         """
         if self.any_architecture:
-            return
+            return []
         names = self.index(shapes)
+        found = [f"{n} is missing" for n in self.expected_shapes(config) if self.role(n) not in names]
         modules = {m.part: m for m in self.modules}
-        for expected, shape in self.expected_shapes(config).items():
-            role = self.role(expected)
-            if role not in names:
-                raise CheckpointError(
-                    f"tensor {expected} is missing; config.json promises it with shape {list(shape)}",
-                    hint='set "tie_word_embeddings": true in config.json if the embedding is the head'
-                    if role.kind == "head"
-                    else "the checkpoint is incomplete, or config.json belongs to another one",
-                )
         for role, name in names.items():
             promised = tuple(config.dimensions[d] for d in modules[role.part].shape)
             promised = promised[:1] if role.kind == "bias" else promised
             if tuple(shapes[name]) != promised:
-                raise CheckpointError(
-                    f"tensor {name} has shape {list(shapes[name])}; config.json promises {list(promised)}"
-                )
+                found.append(f"{name} is {list(shapes[name])}, not {list(promised)}")
+        return found
+
+    def check_tensors(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ``CheckpointError`` with all :meth:`faults` (the first few spelled out), if there are any."""
+        found = self.faults(config, shapes)
+        if not found:
+            return
+        rest = f"; and {len(found) - _SPELLED_OUT} more" if len(found) > _SPELLED_OUT else ""
+        untied = f"{self.tensor_name('head')} is missing" in found
+        raise CheckpointError(
+            f"the tensors are not what config.json promises: {'; '.join(found[:_SPELLED_OUT])}{rest}",
+            hint='if the embedding is the head, set "tie_word_embeddings": true in config.json'
+            if untied
+            else "the checkpoint is incomplete, or config.json belongs to another one",
+        )
 
 
 def _llama(*, qk_norm: bool = False) -> tuple[Module, ...]:

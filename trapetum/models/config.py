@@ -31,8 +31,9 @@ class ModelConfig:
     num_attention_heads, num_key_value_heads, head_dim : int
     rms_norm_eps : float
     rope : Rope
-    tie_word_embeddings : bool
-        The head is the embedding.
+    tie_word_embeddings : bool, optional
+        The head is the embedding; None where the file does not say: then it is if there is no head tensor. A head
+        tensor that is there counts in any case (transformers since 5.0 does the same).
     windows : tuple of (int or None), one a layer
         Sliding window: a position sees itself and the ``window - 1`` before it.
     max_position_embeddings : int, optional
@@ -52,7 +53,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope: Rope
-    tie_word_embeddings: bool
+    tie_word_embeddings: bool | None
     windows: tuple[int | None, ...]
     max_position_embeddings: int | None = None
     dtype: str | None = None
@@ -92,7 +93,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     ...                   "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
     ...                   "rope_parameters": {"rope_theta": 5e5}})
     >>> c.head_dim, c.num_key_value_heads, c.rope.theta, c.tie_word_embeddings
-    (16, 4, 500000.0, False)
+    (16, 4, 500000.0, None)
     """
     arch = resolve(config)
     stated = {k: v for k, v in text_config(config).items() if v is not None}
@@ -128,7 +129,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=_number(given, "rms_norm_eps", default=1e-6),
         rope=parse_rope(stated, head_dim),
-        tie_word_embeddings=_flag(given, "tie_word_embeddings", default=False),
+        tie_word_embeddings=_flag(given, "tie_word_embeddings"),
         windows=windows,
         max_position_embeddings=_integer(given, "max_position_embeddings")
         if "max_position_embeddings" in given
@@ -155,9 +156,9 @@ def _number(given: Mapping[str, Any], key: str, *, default: float) -> float:
     return float(value)
 
 
-def _flag(given: Mapping[str, Any], key: str, *, default: bool) -> bool:
-    value = given.get(key, default)
-    if not isinstance(value, bool):
+def _flag(given: Mapping[str, Any], key: str) -> bool | None:
+    value = given.get(key)
+    if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"config.json: {key} is {value!r}; true or false is expected")
     return value
 

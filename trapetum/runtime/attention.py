@@ -145,11 +145,16 @@ def attend(q: Floats, k: Floats, v: Floats, window: int | None, pool: Pool) -> F
 
 
 def _mask(scores: Floats, first: int, low: int, window: int | None) -> None:
-    """Set to -inf what a query must not see; scores [any, queries from ``first``, keys from ``low``]."""
-    queries = np.arange(first, first + scores.shape[1])[:, None]
-    keys = np.arange(low, low + scores.shape[2])[None, :]
-    hidden = keys > queries
-    if window is not None:
-        hidden |= keys <= queries - window
-    if hidden.any():
-        scores += np.where(hidden, np.float32(-np.inf), np.float32(0))
+    """Set to -inf what a query must not see; scores [any, queries from ``first``, keys from ``low``].
+
+    Only the two edges can be hidden: the last ``count`` keys (the future of some query) and, with a window,
+    the first ones (too old for some query).
+    """
+    count, keys = scores.shape[1:]
+    never = np.float32(-np.inf)
+    if count > 1:
+        future = ~np.tri(count, dtype=np.bool_)
+        np.copyto(scores[:, :, keys - count :], never, where=future)
+    if window is not None and (edge := first + count - window - low) > 0:
+        old = np.arange(low, low + edge)[None, :] <= np.arange(first, first + count)[:, None] - window
+        np.copyto(scores[:, :, :edge], never, where=old)

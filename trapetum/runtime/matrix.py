@@ -17,8 +17,9 @@ __all__ = ["MATRICES", "CodebookMatrix", "DenseMatrix", "Matrix", "build_matrix"
 
 Floats = NDArray[np.float32]
 
-_TILE_ROWS = 256  # 256 x 4096 float32 = 4 MiB, which the last-level cache of any machine holds
-_PIECE_MACS = 4 << 20  # multiply-adds worth a dispatch: 0.2 ms, against 40 us to wake a thread
+_TILE_WEIGHTS = 1 << 20  # of a decoded tile: 4 MiB of float32, which a last-level cache holds
+_TILE_ROWS = 64  # BLAS packs the activations again for every tile: fewer rows would show
+_PIECE_MACS = 8 << 20  # multiply-adds worth waking a thread (40 us): about 0.3 ms where there are many tokens
 _FEW_TOKENS = 8  # up to here the fused codebook kernel beats decode + BLAS
 
 
@@ -56,8 +57,9 @@ class Matrix:
         ndarray of float32, shape (tokens, rows)
         """
         out = np.empty((x.shape[0], self.rows), np.float32)
-        pieces = max(1, x.shape[0] * self.rows * self.in_features // _PIECE_MACS)
-        size = min(_TILE_ROWS, -(-self.rows // pieces // 32) * 32 or 32)
+        weights = self.rows * self.in_features
+        pieces = max(1, weights // _TILE_WEIGHTS, weights * x.shape[0] // _PIECE_MACS)
+        size = -(-self.rows // pieces // _TILE_ROWS) * _TILE_ROWS
         self.pool.blocks(lambda r: self.multiply_tile(x, r, out), self.rows, size)
         return out
 

@@ -115,9 +115,8 @@ class Model:
         wide = 4 * sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "dense")
         self._expand = wide <= _EXPAND_BYTES
         self.embed = self._matrix(Role("embed", part="embed"))
-        self.head = (
-            Linear(self.embed) if self.config.tie_word_embeddings else self._linear(Role("head", part="head"))
-        )
+        head = Role("head", part="head")
+        self.head = self._linear(head) if head in self._names else Linear(self.embed)
         self._layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = self._norm("final_norm", None)
         self._inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
