@@ -1,0 +1,164 @@
+"""Roles, names and promised shapes of the architecture table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.models.architectures import ARCHITECTURES, Role, resolve
+from trapetum.models.config import parse_config
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+}
+LLAMA = resolve({"model_type": "llama", "num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("prefix", ["model.", "", "language_model.model.", "model.language_model."])
+def test_roles_under_every_prefix(prefix: str) -> None:
+    at = prefix + "layers.1."
+    for part, name in {
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }.items():
+        assert LLAMA.role(f"{at}{name}.weight") == Role(part, 1, None, part)
+        assert LLAMA.role(f"{at}{name}.bias") == Role("bias", 1, None, part)
+    assert LLAMA.role(prefix + "embed_tokens.weight") == Role("embed", part="embed")
+    assert LLAMA.role(prefix + "norm.weight") == Role("norm", part="final_norm")
+    assert LLAMA.role(at + "input_layernorm.weight") == Role("norm", 1, None, "attn_norm")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "language_model.lm_head.weight"])
+def test_head(name: str) -> None:
+    assert LLAMA.role(name) == Role("head", part="head")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", "buffer"),
+        ("model.layers.0.self_attn.masked_bias", "buffer"),
+        ("model.position_ids", "buffer"),
+        ("model.num_batches_tracked", "buffer"),
+        ("vision_tower.layers.0.self_attn.q_proj.weight", "other"),
+        ("model.layers.2.self_attn.q_proj.weight", "other"),  # beyond num_hidden_layers
+        ("model.layers.2.eh_proj.weight", "other"),
+        ("model.layers.0.self_attn.q_norm.weight", "other"),  # not in a llama
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", "other"),
+        ("", "other"),
+    ],
+)
+def test_what_is_not_a_weight_of_the_text_model(name: str, kind: str) -> None:
+    assert LLAMA.role(name).kind == kind
+
+
+def test_names_and_roles_are_inverse() -> None:
+    for arch in ARCHITECTURES.values():
+        for module in arch.modules:
+            layer = 11 if "{layer}" in module.template else None
+            name = arch.tensor_name(module.part, layer)
+            assert arch.role(name) == Role(module.kind, layer, None, module.part)
+
+
+def test_expected_shapes_by_hand() -> None:
+    config = parse_config(CONFIG)
+    shapes = config.architecture.expected_shapes(config)
+    assert len(shapes) == 2 * 11 + 3
+    assert shapes["model.layers.1.self_attn.q_proj.weight"] == (24, 8)
+    assert shapes["model.layers.1.self_attn.k_proj.weight"] == (12, 8)
+    assert shapes["model.layers.1.self_attn.o_proj.weight"] == (8, 24)
+    assert shapes["model.layers.0.self_attn.k_norm.weight"] == (6,)
+    assert shapes["model.layers.0.mlp.down_proj.weight"] == (8, 24)
+    assert shapes["lm_head.weight"] == (10, 8)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_expected_shapes_equal_those_of_transformers(name: str) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    sizes = {k: v for k, v in CONFIG.items() if k != "architectures"} | {"hidden_size": 16}
+    theirs = transformers.AutoConfig.for_model(name, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    state = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+    ours = parse_config(theirs.to_dict() | {"architectures": [type(model).__name__]})
+    shapes = ours.architecture.expected_shapes(ours)
+    assert shapes == {k: v for k, v in state.items() if not k.endswith("bias")}
+    ours.architecture.check_tensors(ours, state)
+
+
+def test_faults_are_listed_together() -> None:
+    config = parse_config(CONFIG)
+    shapes = config.architecture.expected_shapes(config)
+    shapes["model.layers.0.self_attn.q_proj.bias"] = (8,)
+    shapes["model.layers.1.mlp.up_proj.weight"] = (25, 8)
+    del shapes["lm_head.weight"]
+    assert config.architecture.faults(config, shapes) == [
+        "lm_head.weight is missing",
+        "model.layers.1.mlp.up_proj.weight is [25, 8], not [24, 8]",
+        "model.layers.0.self_attn.q_proj.bias is [8], not [24]",
+    ]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing.*\[25, 8\]") as caught:
+        config.architecture.check_tensors(config, shapes)
+    assert "tie_word_embeddings" in str(caught.value.hint)
+
+
+def test_many_faults_stay_one_line() -> None:
+    config = parse_config(CONFIG)
+    with pytest.raises(CheckpointError, match="and 17 more") as caught:
+        config.architecture.check_tensors(config, {})
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("tied", [True, None])
+def test_a_tied_or_unstated_head_may_be_absent(tied: bool | None) -> None:
+    config = parse_config({**CONFIG, "tie_word_embeddings": tied})
+    shapes = config.architecture.expected_shapes(config)
+    assert "lm_head.weight" not in shapes
+    config.architecture.check_tensors(config, shapes)
+    config.architecture.check_tensors(config, {**shapes, "lm_head.weight": (10, 8)})
+
+
+def test_one_part_under_two_names() -> None:
+    with pytest.raises(CheckpointError, match="same part"):
+        LLAMA.index(["model.norm.weight", "norm.weight"])
+
+
+def test_unknown_is_refused_with_the_list() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"MambaForCausalLM.*LlamaForCausalLM, MistralForCausalLM"
+    ) as caught:
+        resolve({"architectures": ["MambaForCausalLM"], "model_type": "llama"})
+    assert "--any-architecture" in str(caught.value.hint)
+    with pytest.raises(UnsupportedModelError, match="mamba"):
+        resolve({"model_type": "mamba"})
+
+
+def test_any_architecture_guesses() -> None:
+    arch = resolve({"model_type": "mamba"}, any_architecture=True)
+    assert arch.any_architecture
+    kinds = {
+        "backbone.layers.0.mixer.in_proj.weight": "linear",
+        "backbone.layers.0.norm.weight": "norm",
+        "backbone.embeddings.weight": "embed",
+        "lm_head.weight": "head",
+        "backbone.layers.0.mixer.conv1d.bias": "bias",
+        "model.layers.0.mlp.gate.weight": "router",
+        "backbone.layers.0.mixer.A_log": "other",
+    }
+    assert {name: arch.role(name).kind for name in kinds} == kinds
+    arch.check_tensors(None, {})  # type: ignore[arg-type]  # promises nothing

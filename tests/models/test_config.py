@@ -1,0 +1,159 @@
+"""Every spelling of config.json, and every refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.models.config import parse_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "torch_dtype": "bfloat16",
+}
+
+
+def changed(**keys: Any) -> dict[str, Any]:
+    """BASE with keys set, or removed where the value is ``...``."""
+    return {k: v for k, v in {**BASE, **keys}.items() if v is not ...}
+
+
+def family(name: str, **keys: Any) -> dict[str, Any]:
+    return changed(architectures=..., model_type=name, **keys)
+
+
+def test_plain() -> None:
+    c = parse_config(BASE)
+    assert (c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.vocab_size) == (128, 256, 3, 96)
+    assert (c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (4, 2, 32)
+    assert (c.rms_norm_eps, c.max_position_embeddings, c.dtype) == (1e-5, 256, "bfloat16")
+    assert c.windows == (None, None, None)
+    assert c.dimensions["query"], c.dimensions["key_value"] == (128, 64)
+
+
+@pytest.mark.parametrize("value", [..., None])
+def test_missing_or_null_kv_heads_mean_all_heads(value: Any) -> None:
+    assert parse_config(changed(num_key_value_heads=value)).num_key_value_heads == 4
+
+
+def test_mistral_defaults_follow_transformers() -> None:
+    c = parse_config(family("mistral", num_attention_heads=16, num_key_value_heads=...))
+    assert c.num_key_value_heads == 8
+    assert c.windows == (4096,) * 3
+    assert parse_config(family("mistral", sliding_window=None)).windows == (None,) * 3
+    assert parse_config(family("mistral", sliding_window=7)).windows == (7,) * 3
+
+
+def test_qwen_windows() -> None:
+    on = {"use_sliding_window": True, "sliding_window": 5}
+    assert parse_config(family("qwen2", sliding_window=5)).windows == (None,) * 3
+    assert parse_config(family("qwen2", **on)).windows == (None,) * 3  # max_window_layers is 28
+    assert parse_config(family("qwen2", **on, max_window_layers=1)).windows == (None, 5, 5)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert parse_config(family("qwen3", **on, layer_types=types)).windows == (5, None, 5)
+    with pytest.raises(UnsupportedModelError, match="layer_types"):
+        parse_config(family("qwen3", **on, layer_types=["chunked_attention"] * 3))
+
+
+def test_head_dim() -> None:
+    assert parse_config(changed(head_dim=64)).dimensions["query"] == 256
+    assert parse_config(changed(head_dim=None)).head_dim == 32
+    assert parse_config(family("qwen3", head_dim=...)).head_dim == 128  # its own default, not hidden/heads
+    with pytest.raises(CheckpointError, match="head_dim"):
+        parse_config(changed(num_attention_heads=6, num_key_value_heads=6))
+
+
+def test_dtype_in_both_spellings() -> None:
+    assert parse_config(changed(torch_dtype=..., dtype="torch.float16")).dtype == "float16"
+    assert parse_config(changed(torch_dtype=...)).dtype is None
+
+
+@pytest.mark.parametrize(("value", "ids"), [(2, (2,)), ([1, 2], (1, 2)), (None, ()), (..., ()), (-1, ())])
+def test_eos(value: Any, ids: tuple[int, ...]) -> None:
+    assert parse_config(changed(eos_token_id=value)).eos_token_ids == ids
+
+
+@pytest.mark.parametrize("value", [True, False, ..., None])
+def test_tied_is_told_from_unstated(value: Any) -> None:
+    expected = value if isinstance(value, bool) else None
+    assert parse_config(changed(tie_word_embeddings=value)).tie_word_embeddings is expected
+
+
+def test_nested_text_config() -> None:
+    c = parse_config(
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "tie_word_embeddings": True,
+            "vision_config": {"hidden_size": 32},
+            "text_config": BASE,
+        }
+    )
+    assert c.hidden_size == 128
+    assert c.tie_word_embeddings is True
+    assert c.architecture.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+)
+@pytest.mark.parametrize("value", [..., None, 0, -4, 1.5, "128", True])
+def test_required_integers(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{key}"):
+        parse_config(changed(**{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rms_norm_eps", -1e-5),
+        ("rms_norm_eps", "small"),
+        ("tie_word_embeddings", "yes"),
+        ("eos_token_id", ["</s>"]),
+        ("num_key_value_heads", 3),
+        ("max_position_embeddings", 0),
+    ],
+)
+def test_impossible_values(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        parse_config(changed(**{key: value}))
+
+
+def test_bad_window() -> None:
+    with pytest.raises(CheckpointError, match="sliding_window"):
+        parse_config(family("mistral", sliding_window=0))
+
+
+def test_other_activation_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="gelu"):
+        parse_config(changed(hidden_act="gelu"))
+
+
+def test_no_architecture_names_file_and_keys() -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json.*architectures.*model_type"):
+        parse_config(changed(architectures=..., model_type=...))
+
+
+def test_defaults_equal_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for name in ("llama", "mistral", "qwen2", "qwen3"):
+        theirs = transformers.AutoConfig.for_model(name)
+        keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        ours = parse_config({"model_type": name, **{k: getattr(theirs, k) for k in keys}})
+        head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert ours.num_key_value_heads == theirs.num_key_value_heads
+        assert ours.head_dim == head
+        assert ours.rms_norm_eps == theirs.rms_norm_eps
+        assert ours.windows[0] == getattr(theirs, "sliding_window", None)
+        assert ours.rope.theta == theirs.rope_parameters["rope_theta"]

@@ -1,0 +1,120 @@
+"""Inverse frequencies against transformers, and every spelling and refusal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.models.rope import Rope, parse_rope
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_default_by_hand() -> None:
+    inv = Rope(theta=10000.0).inverse_frequencies(8)
+    assert inv.dtype == np.float32
+    np.testing.assert_allclose(inv, [1, 1e-1, 1e-2, 1e-3], rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "linear", "factor": 4.0}, LLAMA3, {"rope_type": "default"}]
+)
+def test_equal_to_transformers(scaling: dict[str, Any]) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    stated = {"rope_theta": 500000.0, **scaling}
+    config = transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=dict(stated)
+    )
+    expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+    ours = parse_rope({"rope_parameters": stated}, 128).inverse_frequencies(128)
+    np.testing.assert_allclose(ours, expected, rtol=3e-7)
+
+
+def test_llama3_has_all_three_ranges() -> None:
+    inv = Rope().inverse_frequencies(128)
+    scaled = parse_rope({"rope_theta": 10000.0, "rope_scaling": LLAMA3}, 128).inverse_frequencies(128)
+    ratio = inv / scaled
+    assert ratio[0] == 1.0
+    np.testing.assert_allclose(ratio[-1], 8.0, rtol=1e-6)
+    assert np.any((ratio > 1.01) & (ratio < 7.9))
+    assert np.all(np.diff(ratio) >= -1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_theta": 5e5},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 1e4, "rope_scaling": {"type": "default", "rope_theta": 5e5}},
+    ],
+)
+def test_theta_in_every_place(config: dict[str, Any]) -> None:
+    assert parse_rope(config, 8) == Rope(theta=5e5)
+
+
+def test_defaults_to_ten_thousand() -> None:
+    assert parse_rope({}, 8).theta == 10000.0
+
+
+def test_old_spelling_type() -> None:
+    assert parse_rope({"rope_scaling": {"type": "linear", "factor": 2}}, 8) == Rope("linear", factor=2.0)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", "explicit"])
+def test_unknown_types_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=kind):
+        parse_rope({"rope_scaling": {"type": kind, "factor": 2.0}}, 8)
+
+
+def test_parameters_by_layer_type_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="rope_parameters"):
+        parse_rope({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, 8)
+
+
+@pytest.mark.parametrize(
+    "config", [{"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}]
+)
+def test_partial_rotation_is_refused(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        parse_rope(config, 8)
+
+
+@pytest.mark.parametrize(
+    "key", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    stated = {k: v for k, v in LLAMA3.items() if k != key}
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{key}"):
+        parse_rope({"rope_scaling": stated}, 8)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "2", True, float("nan"), float("inf")])
+def test_values_must_be_positive_numbers(value: Any) -> None:
+    with pytest.raises(CheckpointError, match="factor"):
+        parse_rope({"rope_scaling": {"type": "linear", "factor": value}}, 8)
+
+
+def test_explicit_list_rules() -> None:
+    rope = parse_rope({"trapetum_inv_freq": [0.5, 0.25], "rope_theta": 3.0}, 4)
+    assert rope.inverse_frequencies(4).tolist() == [0.5, 0.25]
+    with pytest.raises(CheckpointError, match="trapetum_inv_freq"):
+        parse_rope({"trapetum_inv_freq": [0.5]}, 4)
+
+
+def test_odd_head() -> None:
+    with pytest.raises(CheckpointError, match="head_dim"):
+        parse_rope({}, 5)
