@@ -221,20 +221,24 @@ def _fault(name: str, code: Any, shape: Any, offsets: Any) -> str | None:
 def _in_order(tensors: list[TensorInfo], base: int, size: int, path: Path) -> dict[str, TensorInfo]:
     """Check that the tensors cover the file exactly: no byte shared, none without an owner, none missing."""
     tensors.sort(key=lambda t: (t.start, t.end))
-    at, previous = base, None
+    at, previous, hole = base, None, None
     for info in tensors:
         if info.start < at:
             raise FormatError(
                 f"{path}: tensors {shown(previous)} and {shown(info.name)} overlap: the second begins at data "
                 f"byte {info.start - base}, before the first ends at {at - base}; each byte may have one owner"
             )
-        if info.start > at:
-            where = f"after {shown(previous)}" if previous is not None else "at the beginning of the data"
-            raise FormatError(
+        if (
+            info.start > at and hole is None
+        ):  # raised only after the overlaps: a wrong offset leaves a hole, too
+            where = "at the beginning of the data" if previous is None else f"after {shown(previous)}"
+            hole = (
                 f"{path}: {info.start - at} bytes {where} and before {shown(info.name)} belong to no tensor; "
                 "holes are not allowed"
             )
         at, previous = info.end, info.name
+    if hole:
+        raise FormatError(hole)
     if at > size:
         hit = next(t for t in tensors if t.end > size)
         raise FormatError(
