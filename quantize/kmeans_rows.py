@@ -61,10 +61,10 @@ def _search(
     groups, subgroups, window, stride, rounds, steps = params
     nf, nc = compand(m, x, pw, groups if groups > 0 else k, max(subgroups, k), cube, fine, edges)
     if nf < k:
-        fill_up(m, k, nf, fine)
+        fill_up(k, nf, fine)
         nf = k
     if nc < k:
-        fill_up(nf, k, nc, edges)
+        fill_up(k, nc, edges)
         nc = k
     fw, fx, fxx = fsums[0], fsums[1], fsums[2]
     for j in range(nf + 1):
@@ -74,14 +74,7 @@ def _search(
         solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, reach, borders)
     else:
         for b in range(k + 1):
-            borders[b] = fine[edges[b]]
-        polish(k, steps, x, pw, px, centroids, borders)
-        j = 0
-        for b in range(1, k):
-            while fine[j] < borders[b]:
-                j += 1
-            borders[b] = j
-        borders[k] = nf
+            borders[b] = edges[b]
     step = stride
     for _ in range(rounds):
         refine(k, window, step, fw, fx, fxx, cand, score, borders)

@@ -109,19 +109,20 @@ def compand(
 
 
 @jit(error_model="numpy")
-def fill_up(m: int, k: int, count: int, borders: I32) -> None:
-    """Raise the number of intervals from ``count`` to k <= m by cutting single values off, left to right."""
-    j = m
-    b = count
+def fill_up(k: int, count: int, borders: I32) -> None:
+    """Raise the number of intervals from ``count`` to k by cutting single values off, from the right.
+
+    There must be at least k values, ``borders[count] >= k``.
+    """
+    old = count
+    above = borders[count] + 1
     for slot in range(k, -1, -1):
-        # The border at ``slot`` is the old border b, unless too few values would remain below for the other slots.
-        if b >= 0 and (slot == b or borders[b] < j):
-            position = borders[b]
-            b -= 1
+        if slot == old or borders[old] == above - 1:
+            above = borders[old]
+            old -= 1
         else:
-            position = j - 1
-        borders[slot] = position
-        j = position
+            above -= 1
+        borders[slot] = above
 
 
 @jit(error_model="numpy")
