@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trapetum.errors import FormatError
 from trapetum.formats.safetensors_writer import Entry, aligned_order, file_size, plan_shards, shard_names
 from trapetum.formats.stored_arrays import Arrays, stored_entries
 
@@ -61,6 +62,11 @@ def shard_layout(tensors: Mapping[str, Arrays], max_shard_bytes: int) -> list[Sh
     FormatError
         If two tensors would be stored under one name.
     """
+    owner: dict[str, str] = {}
+    for name, arrays in tensors.items():
+        for entry in stored_entries(name, arrays):
+            if owner.setdefault(entry.name, name) != name:
+                raise FormatError(f"tensors {owner[entry.name]} and {name} would both be stored as {entry.name}")
     names = list(tensors)
     sizes = [sum(e.nbytes for e in stored_entries(n, tensors[n])) for n in names]
     groups = plan_shards(sizes, max_shard_bytes)
