@@ -23,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
-from trapetum.formats.cbk_header import MappedFile, read_header
+from trapetum.formats.cbk_header import read_header
 from trapetum.formats.cbk_manifest import MODEL_FILE, is_intact, manifest_paths
 from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16
 from trapetum.formats.cbk_records import CbkHeader, Record
 from trapetum.formats.checksums import file_sha256
+from trapetum.formats.mapped import MappedFile
 from trapetum.formats.strict_json import parse_json, shown
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor
 
@@ -67,7 +68,7 @@ class CbkFile:
         self.path = path
         self.header = header
         self.records: dict[str, Record] = {r.name: r for r in header.records()}
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if data.note is None else [data.note]
         self._data = data
         self.manifest_path: Path | None = None
         self.manifest = self._read_manifest()
@@ -94,10 +95,7 @@ class CbkFile:
         file = Path(path)
         if file.is_dir():
             file = file / MODEL_FILE
-        try:
-            data = MappedFile(file, mmap=mmap)
-        except OSError as error:
-            raise FormatError(f"{file}: cannot be read: {error.strerror or error}") from error
+        data = MappedFile.open(file, mmap=mmap)
         try:
             return cls(file, data, read_header(file, data))
         except BaseException:
@@ -147,7 +145,7 @@ class CbkFile:
         if self.layout(name) == "dense":
             dtype = _DENSE[record.kind]
             step = matrix[1] * dtype.itemsize
-            raw = self._data.read(record.offset + start * step, max(stop - start, 0) * step)
+            raw = self._data.read(record.offset + start * step, record.offset + max(stop, start) * step)
             values = raw.view(dtype).reshape(-1, matrix[1])
             self._finite(name, values)
             return DenseTensor(values if rows is not None else values.reshape(shape))
@@ -187,7 +185,9 @@ class CbkFile:
             if self.manifest is not None and self._digest(record) != known.get(name):
                 yield name, "the bytes differ from the manifest's checksum"
             if record.kind in _DENSE:
-                values = self._data.read(record.offset, record.nbytes).view(_DENSE[record.kind])
+                values = self._data.read(record.offset, record.offset + record.nbytes).view(
+                    _DENSE[record.kind]
+                )
                 padding = values.reshape(record.shape)[self.shape(name)[0] :]
             else:
                 values = self._matrix(record)[1]
@@ -217,7 +217,7 @@ class CbkFile:
     def release(self, name: str, rows: slice | None = None) -> None:
         """Let the system drop this tensor's pages; rows lie all over a matrix, so ``rows`` changes nothing."""
         record = self.records[name]
-        self._data.release(record.offset, record.nbytes)
+        self._data.release(record.offset, record.offset + record.nbytes)
 
     def close(self) -> None:
         """Give the file back; arrays loaded before stay valid."""
@@ -233,14 +233,16 @@ class CbkFile:
 
     def _matrix(self, record: Record) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         out, inputs = record.shape
-        packed = self._data.read(record.offset, inputs * out // 2).reshape(inputs, out // 2)
-        table = self._data.read(record.offset + packed.nbytes, 4 * ENTRIES * out)
+        middle = record.offset + inputs * out // 2
+        packed = self._data.read(record.offset, middle).reshape(inputs, out // 2)
+        table = self._data.read(middle, middle + 4 * ENTRIES * out)
         return packed, table.view("<f4").reshape(ENTRIES, out)
 
     def _digest(self, record: Record) -> str:
         digest = hashlib.sha256()
-        for start in range(0, record.nbytes, _CHUNK):
-            part = self._data.read(record.offset + start, min(_CHUNK, record.nbytes - start))
+        end = record.offset + record.nbytes
+        for start in range(record.offset, end, _CHUNK):
+            part = self._data.read(start, min(start + _CHUNK, end))
             digest.update(part.data)
         return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""The bytes under a .cbk reader, and the checks that its header allows before anything else is read.
+"""The header of a .cbk, and the checks that it allows before anything else is read.
 
 The order of the checks matters: nothing is allocated from a size that the length of the file does not
 support.
@@ -6,9 +6,6 @@ support.
 
 from __future__ import annotations
 
-import contextlib
-import mmap as mmap_module
-import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -18,56 +15,26 @@ from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
 from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader
+from trapetum.formats.mapped import MappedFile
 
-__all__ = ["MappedFile", "read_header"]
-
-
-class MappedFile:
-    """Read-only bytes of a file: mapped where possible, read piece by piece elsewhere."""
-
-    def __init__(self, path: Path, *, mmap: bool) -> None:
-        self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        self._map: mmap_module.mmap | None = None
-        self._path = path
-        try:
-            self.size = os.fstat(self._fd).st_size
-            if mmap and self.size:
-                with contextlib.suppress(OSError, ValueError):  # file systems without mmap
-                    self._map = mmap_module.mmap(self._fd, 0, access=mmap_module.ACCESS_READ)
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def read(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """``count`` bytes; the range must lie inside the file."""
-        if self._map is not None:
-            return np.frombuffer(self._map, np.uint8, count, offset) if count else np.empty(0, np.uint8)
-        out = np.empty(count, np.uint8)
-        view, done = memoryview(out.data), 0
-        while done < count:
-            got = os.preadv(self._fd, [view[done:]], offset + done)
-            if not got:
-                raise FormatError(f"{self._path}: the file became shorter while it was read")
-            done += got
-        return out
-
-    def release(self, offset: int, count: int) -> None:
-        if self._map is None or not hasattr(self._map, "madvise"):
-            return
-        page = mmap_module.PAGESIZE
-        start, stop = -(-offset // page) * page, (offset + count) // page * page
-        if stop > start:
-            self._map.madvise(mmap_module.MADV_DONTNEED, start, stop - start)
-
-    def close(self) -> None:
-        """Close the descriptor; the mapping goes when the last array that uses it does."""
-        self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+__all__ = ["read_header"]
 
 
 def read_header(path: Path, data: MappedFile) -> CbkHeader:
+    """Read and check the header.
+
+    Parameters
+    ----------
+    path : Path
+        For messages.
+    data : MappedFile
+
+    Raises
+    ------
+    FormatError
+        If the magic is unknown, a size breaks a rule, a float is not usable, or the file has another length than
+        the header describes.
+    """
     magic = bytes(data.read(0, min(4, data.size))).decode("latin-1")
     layout = CBK_LAYOUTS.get(magic)
     if layout is None:
@@ -75,7 +42,7 @@ def read_header(path: Path, data: MappedFile) -> CbkHeader:
     fields_end = 4 + struct.calcsize(layout.format)
     if data.size < fields_end:
         raise FormatError(f"{path}: {data.size} bytes, shorter than a {magic} header of {fields_end}")
-    fields = struct.unpack(layout.format, data.read(4, fields_end - 4).tobytes())
+    fields = struct.unpack(layout.format, data.read(4, fields_end).tobytes())
     values = dict(zip([name for name, _ in layout.fields], fields))
     if broken := layout.violations(values):
         raise FormatError(f"{path}: the {magic} header is impossible: {'; '.join(broken)}")
@@ -89,7 +56,7 @@ def read_header(path: Path, data: MappedFile) -> CbkHeader:
     elif data.size < fields_end + 4 * count:
         raise FormatError(f"{path}: {data.size} bytes, shorter than its header of {fields_end + 4 * count}")
     else:
-        inv_freq = data.read(fields_end, 4 * count).view("<f4").copy()
+        inv_freq = data.read(fields_end, fields_end + 4 * count).view("<f4").copy()
     if not np.isfinite(inv_freq).all():
         raise FormatError(f"{path}: the rotary frequencies hold values that are not finite")
     header = CbkHeader(layout, values, inv_freq)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trapetum.errors import FormatError, OutputError, TrapetumError
@@ -116,6 +116,7 @@ def test_matrix_bytes_by_hand():
     assert struct.unpack_from("<f", raw, 4 + 4 * (5 * 4 + 2)) == (codebook[2, 5],)
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(1, 40).map(lambda n: 2 * n),
     inputs=st.integers(1, 9),
@@ -265,6 +266,7 @@ def test_impossible_headers(tmp_path, offset, value, words):
         CbkFile.open(path)
 
 
+@settings(deadline=None, max_examples=50)
 @given(length=st.integers(0, 400))
 def test_short_files_give_only_format_errors(tmp_path_factory, length):
     path = tmp_path_factory.mktemp("short") / "x.cbk"
@@ -273,6 +275,7 @@ def test_short_files_give_only_format_errors(tmp_path_factory, length):
         CbkFile.open(path)
 
 
+@settings(deadline=None, max_examples=100)
 @given(offset=st.integers(0, 175), bit=st.integers(0, 7))
 def test_flipped_header_bits_give_format_errors_or_open(tmp_path_factory, offset, bit):
     data = bytearray(GOLDEN.read_bytes())
