@@ -86,40 +86,25 @@ def _search(
 
 @jit(error_model="numpy")
 def _store(
-    k: int,
-    m: int,
-    values: F64,
-    centroids: F64,
-    unit: float,
-    origin: float,
-    half: bool,
-    mirrored: bool,
-    codebook: F64,
-    labels: NDArray[np.uint8],
-    middles: F64,
+    k: int, centroids: F64, unit: float, origin: float, half: bool, mirrored: bool, codebook: F64, middles: F64
 ) -> int:
-    """Round the centroids into ``codebook`` (ascending, true sign) and label each value with its nearest entry.
+    """Round k ascending centroids into ``codebook`` (ascending, true sign) and put their middles in ``middles``.
 
-    Returns the number of distinct entries; the rest repeats the last one. Ties go to the lower entry.
+    Returns the number of distinct entries; the rest repeats the last one and has an infinite middle. A value belongs
+    to the first entry whose middle is not below it: the nearest, and of two equally near ones the lower.
     """
     used = 0
     for b in range(k):
         c = centroids[k - 1 - b] if mirrored else centroids[b]
         c = c * unit + origin
-        c = _round_stored(-c if mirrored else c, half) + 0.0
+        c = _round_stored(-c if mirrored else c, half) + 0.0  # + 0.0: no negative zero
         if used == 0 or c > codebook[used - 1]:
             codebook[used] = c
             used += 1
-    for b in range(used, codebook.size):
-        codebook[b] = codebook[used - 1]
+    codebook[used:] = codebook[used - 1]
+    middles[used - 1 :] = np.inf
     for b in range(used - 1):
         middles[b] = 0.5 * codebook[b] + 0.5 * codebook[b + 1]
-    b = 0
-    for j in range(m):
-        v = -values[m - 1 - j] if mirrored else values[j]
-        while b < used - 1 and v > middles[b]:
-            b += 1
-        labels[m - 1 - j if mirrored else j] = b
     return used
 
 
@@ -158,30 +143,16 @@ def _prefix(m: int, values: F64, weights: F64, x: F64, sums: F64) -> tuple[float
 
 @jit(error_model="numpy")
 def _fit_distinct(
-    m: int,
-    k: int,
-    params: Any,
-    values: F64,
-    weights: F64,
-    half: bool,
-    mirrored: bool,
-    codebook: F64,
-    labels: NDArray[np.uint8],
-    x: F64,
-    sums: F64,
-    centroids: F64,
-    middles: F64,
-    borders: I32,
-    edges: I32,
-    s: Any,
+    m: int, params: Any, values: F64, weights: F64, half: bool, mirrored: bool, codebook: F64, middles: F64, s: Any
 ) -> int:
+    """Codebook and middles of m distinct values; returns the number of entries in use."""
+    k = codebook.size
     if m <= k:
-        for j in range(m):
-            centroids[j] = values[j]
-        return _store(m, m, values, centroids, 1.0, 0.0, half, mirrored, codebook, labels, middles)
+        return _store(m, values, 1.0, 0.0, half, mirrored, codebook, middles)
+    x, sums, centroids, borders, edges, search = s
     unit, origin = _prefix(m, values, weights, x, sums)
-    _search(m, k, params, x, sums, centroids, borders, edges, s)
-    return _store(k, m, values, centroids, unit, origin, half, mirrored, codebook, labels, middles)
+    _search(m, k, params, x, sums, centroids, borders, edges, search)
+    return _store(k, centroids, unit, origin, half, mirrored, codebook, middles)
 
 
 @jit(error_model="numpy")
@@ -189,7 +160,7 @@ def _scratch(k: int, params: Any, capacity: int) -> Any:
     groups, subgroups, window, _, _, _ = params
     padded = (max(groups, k) // LANES + 1) * LANES
     full = padded if groups > 0 else LANES
-    return (
+    search = (
         np.empty(capacity + 1, np.float32),
         np.empty((full, full), np.float32),
         np.empty((k if groups > 0 else 1, full), np.float32),
@@ -200,6 +171,48 @@ def _scratch(k: int, params: Any, capacity: int) -> Any:
         np.empty(capacity + k + 2, np.int32),
         np.empty((3, capacity + k + 2), np.float64),
     )
+    return (
+        np.empty(capacity + 1, np.float64),
+        np.empty((3, capacity + 2), np.float64),
+        np.empty(k, np.float64),
+        np.empty(k + 1, np.int32),
+        np.empty(max(groups, k) + 2, np.int32),
+        search,
+    )
+
+
+@jit(error_model="numpy")
+def _magnitudes(row: NDArray[np.uint16]) -> tuple[int, int]:
+    """Smallest non-zero magnitude pattern and one above the largest, as a range; (1, 1) for a row of zeros."""
+    top = np.uint16(0)
+    low = np.uint16(0xFFFF)
+    for i in range(row.size):
+        magnitude = np.uint16(row[i] & np.uint16(0x7FFF))
+        top = max(top, magnitude)
+        low = min(low, np.uint16(magnitude - np.uint16(1)))  # zero wraps to 0xFFFF and never is the smallest
+    if top == 0:
+        return 1, 1
+    return int(low) + 1, int(top) + 1
+
+
+@jit(error_model="numpy")
+def _count(row: NDArray[np.uint16], importance: F64, histogram: F64) -> None:
+    """Add the weight of each value to its pattern."""
+    if importance.size:
+        for i in range(row.size):
+            histogram[row[i]] += importance[i]
+    else:
+        for i in range(row.size):
+            histogram[row[i]] += 1.0
+
+
+@jit(error_model="numpy")
+def _is_mirrored(histogram: F64, low: int, top: int) -> bool:
+    """Whether, at the largest magnitude where the two signs differ, the positive side weighs more."""
+    for q in range(top - 1, low - 1, -1):
+        if histogram[q] != histogram[_SIGN + q]:
+            return bool(histogram[q] > histogram[_SIGN + q])
+    return False
 
 
 @jit(error_model="numpy")
@@ -233,101 +246,64 @@ def fit_rows_16(
     rows, n = bits.shape
     k = codebook.shape[1]
     capacity = min(n, _PATTERNS)
-    weighted = importance.size > 0
     histogram = np.zeros(_PATTERNS, np.float64)
     table = np.zeros(_PATTERNS, np.uint8)
-    pattern = np.empty(_PATTERNS + 1, np.int32)
-    weights = np.empty(capacity + 1, np.float64)
+    words = np.empty(_PATTERNS + 1, np.uint32)
+    singles = words.view(np.float32)
+    weights = np.empty(_PATTERNS + 1, np.float64)
     values = np.empty(capacity + 1, np.float64)
-    x = np.empty(capacity + 1, np.float64)
-    sums = np.empty((3, capacity + 2), np.float64)
-    labels = np.empty(capacity + 1, np.uint8)
-    word = np.empty(1, np.uint32)
-    single = word.view(np.float32)
-    centroids = np.empty(k, np.float64)
     middles = np.empty(k, np.float64)
-    borders = np.empty(k + 1, np.int32)
-    edges = np.empty(max(params[0], k) + 2, np.int32)
     s = _scratch(k, params, capacity)
     for r in range(rows):
-        row = bits[r]
-        top = np.uint16(0)
-        low = np.uint16(0xFFFF)
-        for i in range(n):
-            magnitude = np.uint16(row[i] & np.uint16(0x7FFF))
-            top = max(top, magnitude)
-            low = min(
-                low, np.uint16(magnitude - np.uint16(1))
-            )  # zero becomes 0xFFFF: smallest non-zero, less 1
-        if weighted:
-            for i in range(n):
-                histogram[row[i]] += importance[i]
-        else:
-            for i in range(n):
-                histogram[row[i]] += 1.0
-        # Patterns in ascending order of value: negative magnitudes downwards, zero, positive magnitudes upwards.
-        m = 0
-        first = int(low) + 1
-        last = int(top)
-        for p in range(_SIGN + last, _SIGN + first - 1, -1):
-            w = histogram[p]
-            pattern[m] = p
-            weights[m] = w
-            m += w > 0.0
-            histogram[p] = 0.0
-        w = histogram[0] + histogram[_SIGN]
+        low, top = _magnitudes(bits[r])
+        _count(bits[r], importance, histogram)
+        mirrored = _is_mirrored(histogram, low, top)
+        below = histogram[low:top] if mirrored else histogram[_SIGN + low : _SIGN + top]
+        above = histogram[_SIGN + low : _SIGN + top] if mirrored else histogram[low:top]
+        # Ascending values: magnitudes downwards on one side, zero, magnitudes upwards on the other.
+        size = np.uint32(below.size)
+        first = np.uint32(low)
+        end = np.uint32(0)
+        for i in range(size):
+            q = np.uint32(size - np.uint32(1) - i)
+            words[end] = (q + first) << shift
+            weights[end] = below[q]
+            end += np.uint32(below[q] > 0.0)
+        zero = end
+        words[end] = 0
+        weights[end] = histogram[0] + histogram[_SIGN]
+        end += np.uint32(weights[end] > 0.0)
+        for q in range(size):
+            words[end] = (np.uint32(q) + first) << shift
+            weights[end] = above[q]
+            end += np.uint32(above[q] > 0.0)
+        below[:] = 0.0
+        above[:] = 0.0
         histogram[0] = histogram[_SIGN] = 0.0
-        pattern[m] = 0
-        weights[m] = w
-        m += w > 0.0
-        for p in range(first, last + 1):
-            w = histogram[p]
-            pattern[m] = p
-            weights[m] = w
-            m += w > 0.0
-            histogram[p] = 0.0
-        # Mirror?
-        mirrored = False
-        for j in range(m):
-            a, b = pattern[j] ^ _SIGN, pattern[m - 1 - j]
-            if a != b or weights[j] != weights[m - 1 - j]:
-                ma, mb = pattern[j] & 0x7FFF, pattern[m - 1 - j] & 0x7FFF
-                mirrored = mb > ma or (mb == ma and weights[m - 1 - j] > weights[j])
-                break
-        for j in range(m):
-            q = pattern[j]
-            word[0] = (q & 0x7FFF) << shift
-            v = np.float64(single[0]) * power
-            values[j] = -v if q & _SIGN else v
+        m = int(end)
+        for j in range(zero):
+            values[j] = -power * np.float64(singles[j])
+        for j in range(zero, end):
+            values[j] = power * np.float64(singles[j])
+        _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles, s)
+        # Label the patterns, in true ascending order.
+        code = 0
         if mirrored:
-            for j in range(m // 2):
-                i = m - 1 - j
-                values[j], values[i] = values[i], values[j]
-                weights[j], weights[i] = weights[i], weights[j]
-                pattern[j], pattern[i] = pattern[i], pattern[j]
+            for j in range(m - 1, -1, -1):
+                while -values[j] > middles[code]:
+                    code += 1
+                table[(words[j] >> shift) | np.uint32(0 if j < zero else _SIGN)] = code
+        else:
             for j in range(m):
-                values[j] = -values[j]
-        _fit_distinct(
-            m,
-            k,
-            params,
-            values,
-            weights,
-            half,
-            mirrored,
-            codebook[r],
-            labels,
-            x,
-            sums,
-            centroids,
-            middles,
-            borders,
-            edges,
-            s,
-        )
-        for j in range(m):
-            table[pattern[j]] = labels[j]
-        table[_SIGN] = table[0]
+                while values[j] > middles[code]:
+                    code += 1
+                table[(words[j] >> shift) | np.uint32(_SIGN if j < zero else 0)] = code
+        # Zero comes in two patterns, whichever of them was written.
+        if m > zero and words[zero] == 0:
+            label = table[_SIGN if mirrored else 0]
+            table[0] = label
+            table[_SIGN] = label
+        row = bits[r]
         out = codes[r]
         for i in range(n):
             out[i] = table[row[i]]
@@ -361,13 +337,7 @@ def fit_rows_32(
     weighted = importance.size > 0
     weights = np.empty(n + 1, np.float64)
     values = np.empty(n + 1, np.float64)
-    x = np.empty(n + 1, np.float64)
-    sums = np.empty((3, n + 2), np.float64)
-    labels = np.empty(n + 1, np.uint8)
-    centroids = np.empty(k, np.float64)
     middles = np.empty(256, np.float64)
-    borders = np.empty(k + 1, np.int32)
-    edges = np.empty(max(params[0], k) + 2, np.int32)
     s = _scratch(k, params, n)
     for r in range(rows):
         m = 0
@@ -389,42 +359,20 @@ def fit_rows_32(
                 mirrored = b > a or (a == b and weights[m - 1 - j] > weights[j])
                 break
         if mirrored:
-            for j in range(m // 2):
-                i = m - 1 - j
-                values[j], values[i] = values[i], values[j]
-                weights[j], weights[i] = weights[i], weights[j]
-            for j in range(m):
-                values[j] = -values[j]
-        used = _fit_distinct(
-            m,
-            k,
-            params,
-            values,
-            weights,
-            half,
-            mirrored,
-            codebook[r],
-            labels,
-            x,
-            sums,
-            centroids,
-            middles,
-            borders,
-            edges,
-            s,
-        )
-        half_size = 1
-        while half_size < used:
-            half_size *= 2
-        for b in range(used - 1, half_size):
-            middles[b] = np.inf
+            values[:m] = -values[:m][::-1].copy()
+            weights[:m] = weights[:m][::-1].copy()
+        used = _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles[:k], s)
+        # Binary search for the first middle that is not below the value: no branches on the data.
+        span = 1
+        while span < used:
+            span *= 2
+        middles[used - 1 :] = np.inf
         for i in range(n):
             v = np.float64(rows_values[r, i])
             code = 0
-            step = half_size >> 1
+            step = span >> 1
             while step > 0:
-                if v > middles[code + step - 1]:
-                    code += step
+                code += step if v > middles[code + step - 1] else 0
                 step >>= 1
             codes[r, i] = code
 
