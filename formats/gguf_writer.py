@@ -103,7 +103,7 @@ class GgufWriter:
     ...     with GgufWriter(Path(d) / "m.gguf") as w:
     ...         w.add("general.architecture", "llama")
     ...         w.add_tensor("a.weight", "F32", (2, 2))
-    ...         w.begin()
+    ...         paths = w.begin()
     ...         w.write("a.weight", np.ones((2, 2), np.float32))
     ...     with GgufFile.open(Path(d) / "m.gguf") as f:
     ...         f.metadata["general.architecture"], f.load("a.weight").dequantize().tolist()
