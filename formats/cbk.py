@@ -258,12 +258,12 @@ class CbkFile:
             if not file.is_file():
                 continue
             content = _json_object(file)
-            if content.get("file") not in (None, self.path.name):
-                self.notes.append(f"{file.name} describes {content['file']}; ignored")
-                continue
             named = [e.get("name") for e in content.get("records", []) if isinstance(e, dict)]
             if named != list(self.records):
-                raise FormatError(f"{file}: its list of records is not that of {self.path.name}")
+                raise FormatError(
+                    f"{file}: is not the manifest of {self.path.name}: its list of records is another one",
+                    hint="Move that file away if it belongs to something else.",
+                )
             self.manifest_path = file
             return content
         return None

@@ -253,7 +253,7 @@ def test_source_gives_the_better_values(tmp_path):
                     errors[key] += float(np.sum(difference**2))
     assert errors["with"] < 0.98 * errors["without"]
     other = make_checkpoint(tmp_path / "other", config={"vocab_size": 301})
-    with pytest.raises(TrapetumError, match="no tensor lm_head.weight of shape"):
+    with pytest.raises(TrapetumError, match=r"no tensor lm_head\.weight of shape"):
         export_artifact(tmp_path / "a", "cbk", tmp_path / "z.cbk", source=other)
 
 

@@ -1,0 +1,181 @@
+"""Verify finds a changed byte anywhere, tells wrong weights from right ones, and never crashes on a bad model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import trapetum
+from trapetum.errors import FormatError, VerifyError
+from trapetum.runtime import verify
+from trapetum.runtime.verify import verify_path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, demo_model):
+    """An artifact of the demo model and its three exports."""
+    folder = tmp_path_factory.mktemp("verify")
+    trapetum.quantize_model(demo_model, folder / "artifact", bits=4)
+    trapetum.export_artifact(folder / "artifact", "cbk", folder / "cbk")
+    trapetum.export_artifact(folder / "artifact", "cbk", folder / "x.cbk")
+    trapetum.export_artifact(folder / "artifact", "hf", folder / "hf")
+    return folder
+
+
+def results(report):
+    return {check.name: check.ok for check in report.checks}
+
+
+def flip(path, offset):
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_good_artifact_with_source_and_text(made, demo_model, demo_text):
+    text = demo_text.read_text()[:8000]
+    report = verify_path(made / "artifact", source=demo_model, text=text)
+    assert report.ok
+    assert results(report) == dict.fromkeys(("integrity", "decoder", "reconstruction", "logits"), True)
+    logits = report.checks[-1]
+    assert 0 < logits.figure < 0.5
+    assert "perplexity" in logits.detail
+    json.dumps(report.to_dict())
+    report.raise_if_wrong()
+
+
+@pytest.mark.parametrize("name", ["cbk", "x.cbk", "hf"])
+def test_good_exports(made, demo_model, name):
+    report = verify_path(made / name, source=demo_model)
+    assert report.ok
+    assert results(report)["reconstruction"]
+    assert 0 < report.checks[2].figure < 0.01 or name == "hf"
+    assert verify_path(made / name).ok
+
+
+def test_every_file_of_an_artifact_is_covered(made, tmp_path):
+    copy = tmp_path / "artifact"
+    shutil.copytree(made / "artifact", copy)
+    files = [p for p in sorted(copy.rglob("*")) if p.is_file() and p.name != "run.jsonl"]
+    assert len(files) > 5
+    for file in files:
+        size = file.stat().st_size
+        for offset in (0, size // 3, size // 2, size - 1):
+            flip(file, offset)
+            assert not verify_path(copy).ok, (file.name, offset)
+            flip(file, offset)
+    assert verify_path(copy).ok
+
+
+@pytest.mark.parametrize("name", ["cbk", "x.cbk"])
+def test_every_byte_of_a_cbk_is_covered(made, tmp_path, name):
+    copy = tmp_path / "made"
+    copy.mkdir()
+    sources = [made / "x.cbk", made / "x.cbk.json"] if name == "x.cbk" else list((made / "cbk").iterdir())
+    for file in sources:
+        shutil.copyfile(file, copy / file.name)
+    target = copy / "x.cbk" if name == "x.cbk" else copy
+    for file in sorted(copy.iterdir()):
+        size = file.stat().st_size
+        for offset in (0, 5, 33, 60, size // 3, size // 2, size - 1):
+            offset = min(offset, size - 1)
+            flip(file, offset)
+            report = verify_path(target)
+            assert not report.ok, (file.name, offset)
+            assert not report.checks[0].ok
+            flip(file, offset)
+    assert verify_path(target).ok
+
+
+def test_wrong_weights_are_found_without_checksums(made, tmp_path, demo_model):
+    """A .cbk alone, its matrices of two roles exchanged: only the comparison with the source can tell."""
+    file = tmp_path / "x.cbk"
+    shutil.copyfile(made / "x.cbk", file)
+    records = {r["name"]: r for r in json.loads((made / "x.cbk.json").read_text())["records"]}
+    a, b = (records[f"model.layers.0.self_attn.{p}_proj.weight"] for p in "qk")
+    data = bytearray(file.read_bytes())
+    first, second = (slice(r["offset"], r["offset"] + r["nbytes"]) for r in (a, b))
+    data[first], data[second] = data[second], data[first]
+    file.write_bytes(data)
+    assert verify_path(file).ok
+    report = verify_path(file, source=demo_model)
+    assert results(report)["integrity"]
+    assert not results(report)["reconstruction"]
+    assert "q_proj" in report.checks[2].detail
+    with pytest.raises(VerifyError, match="reconstruction"):
+        report.raise_if_wrong()
+
+
+def test_another_source_is_found(made, tmp_path, demo_model):
+    other = tmp_path / "other"
+    trapetum.export_artifact(demo_model, "hf", other)
+    data = bytearray((other / "model.safetensors").read_bytes())
+    data[-4:] = np.float32(3.0).tobytes()
+    (other / "model.safetensors").write_bytes(data)
+    report = verify_path(made / "artifact", source=other)
+    assert not results(report)["reconstruction"]
+
+
+def test_a_forged_error_is_found(made, tmp_path, demo_model):
+    """The recorded error is recomputed, not believed."""
+    copy = tmp_path / "artifact"
+    shutil.copytree(made / "artifact", copy)
+    file = copy / "trapetum.json"
+    manifest = json.loads(file.read_text())
+    name = next(n for n, e in manifest["tensors"].items() if e.get("relative_error"))
+    manifest["tensors"][name]["relative_error"] *= 0.5
+    file.write_text(json.dumps(manifest))
+    report = verify_path(copy, source=demo_model)
+    assert not results(report)["reconstruction"]
+    assert f"{name}: relative error" in report.checks[2].detail
+
+
+def test_broken_models_are_findings(made, tmp_path):
+    shutil.copytree(made / "hf", tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    (tmp_path / "junk").write_bytes(b"not a model")
+    (tmp_path / "empty").mkdir()
+    for name in ("cut", "junk", "empty"):
+        report = verify_path(tmp_path / name)
+        assert not report.ok
+        assert report.checks[0].detail
+    with pytest.raises(FormatError, match="no such file"):
+        verify_path(tmp_path / "absent")
+    with pytest.raises(trapetum.errors.TrapetumError):
+        verify_path(made / "artifact", source=tmp_path / "junk")
+
+
+def test_non_finite_weights_are_found(made, tmp_path):
+    shutil.copytree(made / "hf", tmp_path / "bad")
+    file = tmp_path / "bad" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4:] = np.float32(np.nan).tobytes()
+    file.write_bytes(data)
+    report = verify_path(tmp_path / "bad")
+    assert "1 values are not finite" in report.checks[0].detail
+
+
+def test_a_wrong_kernel_is_found(made, monkeypatch):
+    from trapetum.runtime.matrix import CodebookMatrix
+
+    def shifted(self, rows):
+        values = self.tensor.dequantize(rows)
+        values[0, 0] = np.nextafter(values[0, 0], np.float32(1))
+        return values
+
+    monkeypatch.setattr(CodebookMatrix, "tile", shifted)
+    report = verify_path(made / "artifact")
+    assert results(report)["integrity"]
+    assert not results(report)["decoder"]
+
+
+def test_unrelated_logits_are_found(made, demo_model, demo_text, monkeypatch):
+    monkeypatch.setattr(verify, "_KL_LIMIT", 1e-6)
+    report = verify_path(made / "artifact", source=demo_model, text=demo_text.read_text()[:3000])
+    assert not results(report)["logits"]
