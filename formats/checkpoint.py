@@ -27,7 +27,7 @@ from trapetum.errors import CheckpointError
 from trapetum.formats.packed import packed_format
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.strict_json import shown
-from trapetum.formats.weight_files import WeightFiles, find_weight_files, read_json
+from trapetum.formats.weight_files import NUMBERED, WeightFiles, find_weight_files, read_json
 from trapetum.tensors import DenseTensor
 
 __all__ = ["SIDE_FILES", "Checkpoint"]
@@ -100,6 +100,8 @@ class Checkpoint:
             folder, found = path, find_weight_files(path)
         elif path.name.endswith(".safetensors"):
             folder, found = path.parent, WeightFiles([path])
+            if match := NUMBERED.fullmatch(path.name):
+                found.notes.append(f"only {path.name} is read, 1 of {int(match[3])} shards")
         else:
             raise CheckpointError(f"{path}: neither a folder nor a .safetensors file")
         files: list[SafetensorsFile] = []
@@ -124,9 +126,8 @@ class Checkpoint:
             If it is missing or not a JSON object.
         """
         if isinstance(self._config, CheckpointError):
-            raise CheckpointError(
-                self._config.message, hint="A model folder needs the config.json that came with its weights."
-            )
+            hint = self._config.hint or "A model needs the config.json that came with its weights."
+            raise CheckpointError(self._config.message, hint=hint)
         return self._config
 
     def names(self) -> list[str]:

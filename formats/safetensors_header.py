@@ -22,7 +22,7 @@ from trapetum.errors import FormatError
 from trapetum.formats.dtypes import DTYPES
 from trapetum.formats.strict_json import parse_json, shown
 
-__all__ = ["HEADER_LIMIT", "TensorInfo", "read_header"]
+__all__ = ["HEADER_LIMIT", "TensorInfo", "read_header", "refuse_lfs_pointer"]
 
 HEADER_LIMIT = 256 << 20
 """Longest header that is read, in bytes: 2.5 million tensors. The largest reported in public has 126 MiB."""
@@ -89,13 +89,7 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, TensorInfo], 
         If any rule is broken.
     """
     head = os.pread(fd, 512, 0)
-    if head.startswith(_LFS):
-        found = re.search(rb"^size (\d{1,20})$", head, re.MULTILINE)
-        expected = f"{int(found[1])} bytes" if found else "the weights"
-        raise FormatError(
-            f"{path}: a Git LFS pointer of {size} bytes, not weights; {expected} expected",
-            hint="Run `git lfs pull` in that folder, or download the file again.",
-        )
+    refuse_lfs_pointer(head, path)
     if size < 8:
         raise FormatError(f"{path}: {size} bytes; a safetensors file has at least 10", hint=_AGAIN)
     length = int.from_bytes(head[:8], "little")
@@ -122,6 +116,29 @@ def read_header(fd: int, size: int, path: Path) -> tuple[dict[str, TensorInfo], 
         metadata = _metadata(header.pop("__metadata__", None), path)
         tensors = _entries(header, 8 + length, path, notes)
         return _in_order(tensors, 8 + length, size, path), metadata, notes
+
+
+def refuse_lfs_pointer(head: bytes, path: Path) -> None:
+    """Refuse the small text that git keeps in place of a large file.
+
+    Parameters
+    ----------
+    head : bytes
+        The first 512 bytes of the file, or all of it.
+    path : Path
+
+    Raises
+    ------
+    FormatError
+        If it is such a pointer; the message tells the size of the real file.
+    """
+    if head.startswith(_LFS):
+        found = re.search(rb"^size (\d{1,20})$", head, re.MULTILINE)
+        expected = f"; the file itself has {int(found[1])} bytes" if found else ""
+        raise FormatError(
+            f"{path}: a Git LFS pointer, not the file that it stands for{expected}",
+            hint="Run `git lfs pull` in that folder, or download the file again.",
+        )
 
 
 @contextlib.contextmanager

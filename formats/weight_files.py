@@ -17,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from trapetum.errors import CheckpointError, FormatError
+from trapetum.formats.safetensors_header import refuse_lfs_pointer
 from trapetum.formats.strict_json import parse_json, shown
 
-__all__ = ["JSON_LIMIT", "WeightFiles", "find_weight_files", "read_json"]
+__all__ = ["JSON_LIMIT", "NUMBERED", "WeightFiles", "find_weight_files", "read_json"]
 
 JSON_LIMIT = 256 << 20
 """Longest JSON file that is read, in bytes."""
 
+NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+"""Name of a shard: prefix, number from 1, count."""
+
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 _OTHER_WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".npz")
 _HUB_HINT = "Download or copy the missing files again."
 
@@ -110,9 +113,10 @@ def read_json(path: Path, *, constants: bool = False) -> dict[str, Any]:
     if not data.strip():
         raise CheckpointError(f"{path}: the file is empty; a JSON object is expected")
     try:
+        refuse_lfs_pointer(data[:512], path)
         value = parse_json(data, f"{path}: content", constants=constants)
     except FormatError as error:
-        raise CheckpointError(error.message) from None
+        raise CheckpointError(error.message, hint=error.hint) from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds {shown(value, 40)}; a JSON object is expected")
     return value
@@ -174,7 +178,7 @@ def _without_index(folder: Path, weights: list[str], present: list[str]) -> list
         return [_SINGLE]
     sets: dict[tuple[str, int], set[int]] = {}
     for name in weights:
-        if match := _NUMBERED.fullmatch(name):
+        if match := NUMBERED.fullmatch(name):
             sets.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     complete = [key for key, numbers in sets.items() if numbers == set(range(1, key[1] + 1))]
     if len(complete) == 1:

@@ -23,6 +23,14 @@ _SKIPPED = ("*/*",)  # folders such as original/ and onnx/ hold the same weights
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _LOGIN = "Pass --token, or set HF_TOKEN, or log in with the Hub's own command."
 _LATER = "Try again later; files that are already there are kept."
+_UNREACHED = {  # by name: the HTTP library differs between versions of the client
+    "OfflineModeIsEnabled",
+    "LocalEntryNotFoundError",
+    "IncompleteSnapshotError",
+    "ConnectionError",
+    "TimeoutError",
+    "TransportError",
+}
 _BY_STATUS = {
     401: ("the Hub refuses the token: it is missing, wrong or expired", _LOGIN),
     403: ("the Hub denies access to it with this token", _LOGIN),
@@ -92,7 +100,7 @@ def _fetch(model: str, revision: str | None, token: str | None) -> Path:
             ignore_patterns=list(_SKIPPED),
             tqdm_class=Silent,
         )
-    except (OSError, ValueError) as error:  # every error of the client is one of these
+    except Exception as error:  # OSError, ValueError, and whatever its HTTP library lets through
         raise _explained(model, revision, error) from None
     return Path(str(folder))
 
@@ -122,9 +130,7 @@ def _explained(model: str, revision: str | None, error: BaseException) -> Checkp
     if status is not None:
         text, hint = _BY_STATUS.get(status, (f"the Hub answers with HTTP status {status}", _LATER))
         return CheckpointError(f"{at}: {text}", hint=hint)
-    if isinstance(
-        error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError, TimeoutError)
-    ):
+    if _UNREACHED & {kind.__name__ for kind in type(error).__mro__}:
         return CheckpointError(
             f"{at}: not a local path, and the Hub cannot be reached",
             hint="Check the path and the network; offline, name a folder that holds the model.",

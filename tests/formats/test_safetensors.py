@@ -227,7 +227,7 @@ FAULTS: dict[str, tuple[bytes, list[str]]] = {
     "zip": (b"PK\3\4" + bytes(60), ["zip archive"]),
     "lfs": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4976698672\n",
-        ["Git LFS pointer of", "4976698672 bytes"],
+        ["Git LFS pointer", "4976698672 bytes"],
     ),
     "no object": (pack(b"[1, 2]"), ["must begin with"]),
     "zero length": (pack(b""), ["must begin with", "b''"]),
