@@ -90,7 +90,7 @@ def test_expected_shapes_by_hand() -> None:
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_expected_shapes_equal_those_of_transformers(name: str) -> None:
     pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     sizes = {k: v for k, v in CONFIG.items() if k != "architectures"} | {"hidden_size": 16}
     theirs = transformers.AutoConfig.for_model(name, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(theirs)

@@ -146,7 +146,7 @@ def test_no_architecture_names_file_and_keys() -> None:
 
 
 def test_defaults_equal_those_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     for name in ("llama", "mistral", "qwen2", "qwen3"):
         theirs = transformers.AutoConfig.for_model(name)
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

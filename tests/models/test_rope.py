@@ -30,7 +30,7 @@ def test_default_by_hand() -> None:
 )
 def test_equal_to_transformers(scaling: dict[str, Any]) -> None:
     pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     stated = {"rope_theta": 500000.0, **scaling}

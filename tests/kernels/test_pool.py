@@ -1,0 +1,56 @@
+"""The thread pool: every piece once, errors raised, BLAS held to one thread."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+from trapetum.errors import RecipeError
+from trapetum.kernels.cpu.pool import Pool, available_cpus
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("total", [0, 1, 7, 64])
+@pytest.mark.parametrize("size", [1, 3, 64, 100])
+def test_blocks_cover_everything_once(threads: int, total: int, size: int) -> None:
+    seen = np.zeros(total, np.int64)
+
+    def piece(rows: slice) -> None:
+        assert 0 < rows.stop - rows.start <= size
+        seen[rows] += 1
+
+    Pool(threads).blocks(piece, total, size)
+    assert (seen == 1).all()
+
+
+def test_work_is_spread_over_threads() -> None:
+    meet = threading.Barrier(2, timeout=20)  # passes only if two pieces run at the same time
+    Pool(2).run(lambda i: meet.wait(), 2)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_exception_is_raised(threads: int) -> None:
+    def piece(i: int) -> None:
+        if i == 5:
+            raise ValueError("five")
+
+    with pytest.raises(ValueError, match="five"):
+        Pool(threads).run(piece, 8)
+
+
+def test_blas_is_single_threaded_inside_and_restored_after() -> None:
+    np.ones((2, 2)) @ np.ones((2, 2))
+    before = [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"]
+    assert before
+    with Pool(2).session():
+        assert {i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"} == {1}
+    assert [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"] == before
+
+
+def test_thread_counts() -> None:
+    assert Pool().threads == available_cpus() >= 1
+    with pytest.raises(RecipeError, match="threads"):
+        Pool(0)

@@ -1,0 +1,68 @@
+"""Attention, rotary embedding and cache against plain float64 loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.models.rope import Rope
+from trapetum.runtime.attention import Cache, attend, rotary_tables, rotate
+
+
+def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
+    """One position and one head at a time, float64."""
+    batch, new, heads, dim = q.shape
+    group, past = heads // k.shape[1], k.shape[2] - new
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(batch, new, heads):
+        first = 0 if window is None else max(0, past + t - window + 1)
+        keys = k[b, h // group, first : past + t + 1].astype(np.float64)
+        scores = keys @ q[b, t, h].astype(np.float64) / np.sqrt(dim)
+        p = np.exp(scores - scores.max())
+        out[b, t, h] = (p / p.sum()) @ v[b, h // group, first : past + t + 1]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+@pytest.mark.parametrize(("new", "past"), [(1, 0), (1, 300), (7, 3), (150, 0), (140, 141)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_equal_to_loops(new: int, past: int, heads: int, kv_heads: int, window: int | None) -> None:
+    rng = np.random.default_rng(new + past)
+    q = rng.standard_normal((2, new, heads, 16)).astype(np.float32)
+    k, v = (rng.standard_normal((2, kv_heads, past + new, 16)).astype(np.float32) for _ in range(2))
+    ours = attend(q, k, v, window, Pool(2))
+    np.testing.assert_allclose(ours, naive(q, k, v, window), rtol=0, atol=3e-6)
+    np.testing.assert_array_equal(ours, attend(q, k, v, window, Pool(1)))
+
+
+def test_huge_scores_do_not_overflow() -> None:
+    q = np.full((1, 3, 1, 4), 1e4, np.float32)
+    k, v = np.full((1, 1, 3, 4), 1e4, np.float32), np.arange(12, dtype=np.float32).reshape(1, 1, 3, 4)
+    np.testing.assert_allclose(attend(q, k, v, None, Pool(1))[0, :, 0, 0], [0, 2, 4])
+
+
+def test_rotation_by_complex_numbers() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
+    inv = Rope().inverse_frequencies(8)
+    turned = x.copy()
+    rotate(turned, *rotary_tables(inv, 10, 15))
+    z = x[..., :4].astype(np.complex128) + 1j * x[..., 4:]
+    z *= np.exp(1j * np.arange(10, 15)[:, None, None] * inv.astype(np.float64))
+    np.testing.assert_allclose(turned, np.concatenate([z.real, z.imag], axis=-1), atol=3e-6)
+
+
+def test_cache_grows_without_losing_anything() -> None:
+    rng = np.random.default_rng(1)
+    cache = Cache(2, 1, 3, 4, capacity=1)
+    seen: list[list[np.ndarray]] = [[], []]
+    for size in (1, 1, 5, 2):
+        cache.reserve(size)
+        for layer in range(2):
+            k = rng.standard_normal((1, size, 3, 4)).astype(np.float32)
+            seen[layer].append(k)
+            keys, values = cache.append(layer, k, -k)
+            np.testing.assert_array_equal(keys, np.concatenate(seen[layer], axis=1).transpose(0, 2, 1, 3))
+            np.testing.assert_array_equal(values, -keys)
+        cache.length += size
