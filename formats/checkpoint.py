@@ -27,7 +27,7 @@ from trapetum.errors import CheckpointError
 from trapetum.formats.packed import packed_format
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.strict_json import shown
-from trapetum.formats.weight_files import NUMBERED, WeightFiles, find_weight_files, read_json
+from trapetum.formats.weight_files import NUMBERED, WeightFiles, find_weight_files, listed, read_json
 from trapetum.tensors import DenseTensor
 
 __all__ = ["SIDE_FILES", "Checkpoint"]
@@ -205,33 +205,35 @@ def _assign(found: WeightFiles, files: list[SafetensorsFile], notes: list[str]) 
     for file in files:
         for name in file.tensors:
             holders.setdefault(name, []).append(file)
-    listed = found.weight_map or {}
     by_name = {file.path.name: file for file in files}
-    for name, value in listed.items():
-        if name not in by_name[value].tensors:
+    indexed = {name: by_name[value] for name, value in (found.weight_map or {}).items()}
+    for name, file in indexed.items():
+        if name not in file.tensors:
             others = [f.path.name for f in holders.get(name, [])]
             actual = f"it is in {' and '.join(others)}" if others else "no file has it"
-            raise CheckpointError(f"{found.index}: says that {shown(name)} is in {value}, but {actual}")
+            raise CheckpointError(
+                f"{found.index}: says that {shown(name)} is in {file.path.name}, but {actual}"
+            )
     where: dict[str, SafetensorsFile] = {}
     forgotten: list[str] = []
     spare: list[str] = []
     for name, having in holders.items():
-        if len(having) > 1 and name not in listed:
+        if len(having) > 1 and name not in indexed:
             both = " and ".join(f.path.name for f in having)
             raise CheckpointError(
                 f"{found.files[0].parent}: tensor {shown(name)} is in {both}, and no index says which counts"
             )
-        where[name] = by_name[listed[name]] if name in listed else having[0]
-        if found.index and name not in listed:
+        where[name] = indexed.get(name, having[0])
+        if name not in indexed:
             forgotten.append(f"{name} ({having[0].path.name})")
         spare += [f"{name} ({file.path.name})" for file in having if file is not where[name]]
+    if found.index is None:
+        return where
     if forgotten:
-        notes.append(
-            f"used although {found.index.name if found.index else ''} forgot it: {', '.join(forgotten)}"
-        )
+        notes.append(f"used although {found.index.name} forgot it: {listed(forgotten, 20)}")
     if spare:
-        notes.append(f"not used, the index names another file: {', '.join(spare)}")
+        notes.append(f"not used, {found.index.name} names another file: {listed(spare, 20)}")
     held = sum(file.tensors[name].nbytes for name, file in where.items())
-    if found.total_size is not None and found.total_size != held and found.index:
+    if found.total_size not in (None, held):
         notes.append(f"{found.index.name} says {found.total_size} bytes in all, the tensors have {held}")
     return where

@@ -20,7 +20,7 @@ from trapetum.errors import CheckpointError, FormatError
 from trapetum.formats.safetensors_header import refuse_lfs_pointer
 from trapetum.formats.strict_json import parse_json, shown
 
-__all__ = ["JSON_LIMIT", "NUMBERED", "WeightFiles", "find_weight_files", "read_json"]
+__all__ = ["JSON_LIMIT", "NUMBERED", "WeightFiles", "find_weight_files", "listed", "read_json"]
 
 JSON_LIMIT = 256 << 20
 """Longest JSON file that is read, in bytes."""
@@ -77,7 +77,7 @@ def find_weight_files(folder: Path) -> WeightFiles:
         found = _from_index(folder, chosen, weights)
     elif indexes:
         raise CheckpointError(
-            f"{folder}: {len(indexes)} index files and none is {_INDEX}: {_listed(indexes)}",
+            f"{folder}: {len(indexes)} index files and none is {_INDEX}: {listed(indexes)}",
             hint="Keep the index of the model you mean.",
         )
     else:
@@ -86,8 +86,8 @@ def find_weight_files(folder: Path) -> WeightFiles:
             found.notes.append(f"no index; the {len(found.files)} shards are a complete set by their names")
     used = {path.name for path in found.files}
     if unused := [name for name in weights if name not in used]:
-        which = f"not in {found.index.name}" if found.index else f"beside {_listed(sorted(used))}"
-        found.notes.append(f"not used ({which}): {_listed(unused)}")
+        which = f"not in {found.index.name}" if found.index else f"beside {listed(sorted(used))}"
+        found.notes.append(f"not used ({which}): {listed(unused)}")
     return found
 
 
@@ -144,7 +144,7 @@ def _from_index(folder: Path, name: str, weights: list[str]) -> WeightFiles:
             f" Or remove the index to use {_SINGLE}." if _SINGLE in weights and _SINGLE not in counts else ""
         )
         raise CheckpointError(
-            f"{path}: lists {len(missing)} of {len(files)} files that are missing: {_listed(parts)}",
+            f"{path}: lists {len(missing)} of {len(files)} files that are missing: {listed(parts)}",
             hint=_HUB_HINT + single,
         )
     metadata = index.get("metadata")
@@ -190,7 +190,7 @@ def _without_index(folder: Path, weights: list[str], present: list[str]) -> list
             f"{prefix}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1) if i not in numbers
         ]
         raise CheckpointError(
-            f"{folder}: no index, and {len(absent)} of {count} shards are missing: {_listed(absent)}",
+            f"{folder}: no index, and {len(absent)} of {count} shards are missing: {listed(absent)}",
             hint=_HUB_HINT,
         )
     if len(weights) == 1 and not sets:
@@ -202,12 +202,12 @@ def _without_index(folder: Path, weights: list[str], present: list[str]) -> list
         return weights
     if weights:
         raise CheckpointError(
-            f"{folder}: {len(weights)} safetensors files, no index and no {_SINGLE}: {_listed(weights)}",
+            f"{folder}: {len(weights)} safetensors files, no index and no {_SINGLE}: {listed(weights)}",
             hint=f"Name the one file that you mean, or add its {_INDEX}.",
         )
     if others := [name for name in present if name.endswith(_OTHER_WEIGHTS)]:
         raise CheckpointError(
-            f"{folder}: holds {_listed(others)}, but no safetensors weights",
+            f"{folder}: holds {listed(others)}, but no safetensors weights",
             hint="Convert the weights to safetensors (in transformers: save_pretrained) and try again.",
         )
     raise CheckpointError(
@@ -216,6 +216,7 @@ def _without_index(folder: Path, weights: list[str], present: list[str]) -> list
     )
 
 
-def _listed(names: list[str], limit: int = 5) -> str:
+def listed(names: list[str], limit: int = 5) -> str:
+    """Names for a message, a long list cut with the number of the rest."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

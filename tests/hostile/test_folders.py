@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trapetum.errors import TrapetumError
 from trapetum.formats.checkpoint import Checkpoint
@@ -250,6 +252,41 @@ def test_permission_denied_is_not_missing(model: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "open", guarded)
     with pytest.raises(TrapetumError, match=rf"{TWO}: permission denied"):
         Checkpoint.open(model.folder)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(max_size=5)
+    | st.sampled_from([ONE, TWO, THREE, "lm_head.weight"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["weight_map", "lm_head.weight"]), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    index=JSON_VALUES
+    | st.fixed_dictionaries({"weight_map": st.dictionaries(st.text(max_size=3), JSON_VALUES)})
+)
+def test_any_index_is_refused_or_right(
+    index: Any, tmp_path_factory: pytest.TempPathFactory, new_model: Callable[[Path], Any]
+) -> None:
+    made = new_model(tmp_path_factory.mktemp("a") / "model")
+    arrays = {"lm_head.weight": np.ones((2, 2), np.float32)}
+    made.write(arrays, ONE)
+    (made.folder / INDEX).write_text(json.dumps(index))
+    message = INDEX
+    try:
+        with Checkpoint.open(made.folder) as source:
+            check(source, arrays)
+    except TrapetumError as error:
+        message = error.message
+    assert INDEX in message
 
 
 # ---------------------------------------------------------------- accepted, with the right values
