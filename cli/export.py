@@ -1,0 +1,102 @@
+"""``trapetum export``: write an artifact in another format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trapetum.cli.options import Debug, DryRun, Json, Overwrite, ShardSize, Threads, choice, option
+from trapetum.cli.output import emit, table
+from trapetum.cli.progress import terminal_progress
+
+if TYPE_CHECKING:
+    from trapetum.export.plan import ExportPlan
+
+__all__ = ["default_target", "export", "export_lines", "format_option"]
+
+
+def known_format(text: str) -> str:
+    """A key of the library's table of formats; raises ``ValueError`` with the list otherwise."""
+    from trapetum.export import FORMATS
+
+    return choice(*FORMATS)(text)
+
+
+def format_option(*names: str, help: str) -> Any:
+    """An option that names an export format; the table is only read when the option is given."""
+    return option(*names, parse=known_format, help=help, metavar="FORMAT")
+
+
+def default_target(artifact: Path, format: str) -> Path:
+    """Where an export goes when nothing is said: beside the artifact, as ``ARTIFACT-FORMAT``."""
+    return artifact.with_name(f"{artifact.resolve().name}-{format}")
+
+
+def export_lines(plan: ExportPlan, path: Path, *, dry_run: bool) -> str:
+    """A plan, or what was written, for people: tensors that changed, then the size."""
+    rows = [
+        [r.name, r.action, r.detail, "" if r.relative_error is None else f"{r.relative_error:.3e}"]
+        for r in plan.rows
+        if r.action not in ("exact", "zeros")
+    ]
+    parts = [table(["tensor", "action", "detail", "added error"], rows, right=(3,))] if rows else []
+    exact = len(plan.rows) - len(rows)
+    files = f"{len(plan.files)} weight file{'s' if len(plan.files) != 1 else ''}"
+    parts.append(f"{exact} of {len(plan.rows)} tensors exact")
+    parts.append(f"{'would write' if dry_run else 'wrote'} {path}: {plan.size:,} bytes in {files}")
+    return "\n".join(parts)
+
+
+def export(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")],
+    format: Annotated[
+        str, format_option("--format", help="cbk: a .cbk file; hf: a dense Hugging Face folder.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="PATH", help="What to write; ARTIFACT-FORMAT by default."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        option(
+            "--dtype",
+            parse=choice("f32", "bf16", "f16"),
+            metavar="NAME",
+            help="hf: f32 (exact, the default), bf16 or f16.",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--source", metavar="MODEL", help="Requantize from this model, not from decoded values."
+        ),
+    ] = None,
+    max_shard_size: ShardSize = 5 * 10**9,
+    threads: Threads = None,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write an artifact in another format."""
+    from trapetum.export import plan_export
+
+    out = out or default_target(artifact, format)
+    progress = terminal_progress()
+    with plan_export(
+        artifact,
+        format,
+        out,
+        source=source,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        overwrite=overwrite,
+        threads=threads,
+    ) as plan:
+        path = out if dry_run else plan.write(progress)
+        for text in plan.notes:
+            progress.note(text)
+        data = {"path": str(path), "dry_run": dry_run, **plan.report()}
+        emit(data, lambda: export_lines(plan, path, dry_run=dry_run), as_json=json)

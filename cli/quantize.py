@@ -1,0 +1,203 @@
+"""``trapetum quantize``: checkpoint -> artifact."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trapetum.cli.export import default_target, export_lines, format_option
+from trapetum.cli.options import (
+    Debug,
+    DryRun,
+    Json,
+    Overwrite,
+    ShardSize,
+    Threads,
+    choice,
+    option,
+    parse_bits,
+    parse_size,
+    whole,
+)
+from trapetum.cli.output import emit, table
+from trapetum.cli.progress import terminal_progress
+
+if TYPE_CHECKING:
+    from trapetum.quantize.report import Report
+
+__all__ = ["quantize"]
+
+
+def _known_scheme(text: str) -> str:
+    """A scheme that ``--bits`` reaches; raises ``ValueError`` with the list otherwise."""
+    from trapetum.quantize.schemes import BITS
+
+    return choice(*BITS)(text)
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a Hub id.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="The artifact folder; NAME-trapetum-RECIPE by default."
+        ),
+    ] = None,
+    bits: Annotated[
+        float | None,
+        option("--bits", parse=parse_bits, metavar="BITS", help="Bits a weight: 3, 4, 5, 6 or 8."),
+    ] = None,
+    scheme: Annotated[
+        str | None, option("--scheme", parse=_known_scheme, metavar="NAME", help="The search: kmeans.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option("--recipe", metavar="NAME|FILE", help="A recipe of `trapetum recipes`, or a TOML file."),
+    ] = None,
+    effort: Annotated[
+        str,
+        option(
+            "--effort",
+            parse=choice("fast", "default", "high"),
+            metavar="LEVEL",
+            help="fast, default or high.",
+        ),
+    ] = "default",
+    threads: Threads = None,
+    max_memory: Annotated[
+        int | None,
+        option("--max-memory", parse=parse_size, metavar="SIZE", help="Most memory to use, such as 8G."),
+    ] = None,
+    seed: Annotated[
+        int, option("--seed", parse=whole(0), metavar="S", help="Seed of randomized schemes.")
+    ] = 0,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
+    ] = None,
+    token: Annotated[
+        str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")
+    ] = None,
+    max_shard_size: ShardSize = 5 * 10**9,
+    any_architecture: Annotated[
+        bool,
+        typer.Option("--any-architecture", help="Accept an unknown architecture; roles come from the names."),
+    ] = False,
+    overwrite: Overwrite = False,
+    export: Annotated[
+        str | None, format_option("--export", help="Also export the artifact: cbk or hf.")
+    ] = None,
+    drop_artifact: Annotated[
+        bool, typer.Option("--drop-artifact", help="With --export: remove the artifact afterwards.")
+    ] = False,
+    dry_run: DryRun = False,
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="Start anew where an unfinished job lies in DIR.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a model into an artifact folder."""
+    if drop_artifact and export is None:
+        raise typer.BadParameter("--drop-artifact needs --export: nothing would be left")
+    from trapetum.hub import resolve_model
+    from trapetum.quantize.job import quantize_model
+
+    progress = terminal_progress()
+    if export is not None:  # what the format refuses is said before hours of work, not after them
+        model = str(resolve_model(model, revision=revision, token=token, progress=progress))
+        revision = None
+        _check_export(model, export, out, overwrite)
+    report = quantize_model(
+        model,
+        out,
+        bits=bits,
+        scheme=scheme,
+        recipe=recipe,
+        effort=effort,
+        threads=threads,
+        max_memory=max_memory,
+        seed=seed,
+        revision=revision,
+        token=token,
+        overwrite=overwrite,
+        resume=not no_resume,
+        dry_run=dry_run,
+        any_architecture=any_architecture,
+        max_shard_size=max_shard_size,
+        progress=progress,
+    )
+    data, lines = report.to_dict(), _lines(report)
+    if dry_run:
+        for text in report.notes:
+            progress.note(text)
+    elif export is not None:
+        from trapetum.export import plan_export
+
+        options: dict[str, Any] = {
+            "max_shard_size": max_shard_size,
+            "threads": threads,
+            "overwrite": overwrite,
+        }
+        with plan_export(report.out, export, default_target(report.out, export), **options) as plan:
+            path = plan.write(progress)
+            data["export"] = {"path": str(path), **plan.report()}
+            lines += f"\n\n{export_lines(plan, path, dry_run=False)}"
+        if drop_artifact:
+            _drop(report.out)
+            lines += f"\nremoved {report.out}"
+    emit(data, lines, as_json=json)
+
+
+def _check_export(model: str, format: str, out: Path | None, overwrite: bool) -> None:
+    """Plan the export on the source, which has the artifact's names, shapes and config."""
+    from trapetum.export import plan_export
+
+    # Without -o the library names the artifact; a name that cannot exist leaves out only the check of the output.
+    target = default_target(out, format) if out is not None else Path(f".{uuid.uuid4().hex}")
+    with plan_export(model, format, target, overwrite=overwrite):
+        pass
+
+
+def _drop(artifact: Path) -> None:
+    """Remove an artifact by its own lists, and its folder if nothing else is in it."""
+    from trapetum.formats.output_folder import old_files
+
+    for name in old_files(artifact):
+        (artifact / name).unlink()
+    if not any(artifact.iterdir()):
+        artifact.rmdir()
+
+
+def _lines(report: Report) -> str:
+    """The plan as a table: every tensor in a dry run, else a line a role."""
+    if report.dry_run:
+        header = ["tensor", "role", "scheme", "shape", "bytes", "bpw"]
+        rows = [
+            [
+                r.name,
+                r.role.kind,
+                r.scheme.label,
+                " x ".join(map(str, r.shape)) or "scalar",
+                f"{r.nbytes:,}",
+                f"{r.bpw:.3f}",
+            ]
+            for r in report.rows
+        ]
+        return "\n".join([table(header, rows, right=(4, 5)), "", *report.lines()])
+    header = ["role", "scheme", "tensors", "weights", "bytes", "bpw", "rel. error"]
+    rows = [
+        [
+            r.role,
+            r.scheme,
+            f"{r.tensors:,}",
+            f"{r.parameters:,}",
+            f"{r.nbytes:,}",
+            f"{r.bpw:.3f}",
+            "" if r.relative_error is None else f"{r.relative_error:.3e}",
+        ]
+        for r in report.roles()
+    ]
+    return "\n".join([table(header, rows, right=(2, 3, 4, 5, 6)), "", *report.lines()])

@@ -1,0 +1,51 @@
+"""``trapetum verify``: is this output whole, and does it say what its source says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trapetum.cli.options import Context, Debug, Device, Json, Threads, read_text
+from trapetum.cli.output import VERIFY_FAILED, emit, table
+from trapetum.cli.progress import terminal_progress
+
+__all__ = ["verify"]
+
+_WORDS = {True: "ok", False: "FAILED", None: "skipped"}
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="An artifact folder, a .cbk file or a model folder.")],
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", metavar="MODEL", help="The model that it was made from."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text", metavar="FILE", exists=True, dir_okay=False, help="Compare logits on this text."
+        ),
+    ] = None,
+    ctx: Context = 512,
+    device: Device = "cpu",
+    threads: Threads = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check an output; exit 3 if it is wrong.
+
+    Integrity (checksums, headers, values), the compiled decoders, the reconstruction error against the source, then
+    the logits.
+    """
+    from trapetum.runtime.verify import verify_path
+
+    words = None if text is None else read_text(text)
+    report = verify_path(
+        path, source=source, text=words, threads=threads, ctx=ctx, progress=terminal_progress()
+    )
+    rows = [[check.name, _WORDS[check.ok], check.detail] for check in report.checks]
+    emit(report.to_dict(), lambda: table(["check", "result", "detail"], rows), as_json=json)
+    if not report.ok:
+        raise typer.Exit(VERIFY_FAILED)
