@@ -64,7 +64,9 @@ class CbkFile:
 
     kind = "cbk"
 
-    def __init__(self, path: Path, data: MappedFile, header: CbkHeader) -> None:
+    def __init__(
+        self, path: Path, data: MappedFile, header: CbkHeader, vocab_size: int | None = None
+    ) -> None:
         self.path = path
         self.header = header
         self.records: dict[str, Record] = {r.name: r for r in header.records()}
@@ -73,11 +75,19 @@ class CbkFile:
         self.manifest_path: Path | None = None
         self.manifest = self._read_manifest()
         beside = self._neighbour_config()
+        if vocab_size is not None and "vocab_size" not in beside:
+            if padded_vocab(vocab_size) != header.sizes["vocab"]:
+                raise FormatError(
+                    f"{path}: a vocabulary of {vocab_size} does not fit the header's {header.sizes['vocab']}"
+                )
+            beside["vocab_size"] = vocab_size
         self.vocab_known = "vocab_size" in beside
         self.config = self._synthesize(beside)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> CbkFile:
+    def open(
+        cls, path: str | os.PathLike[str], *, mmap: bool = True, vocab_size: int | None = None
+    ) -> CbkFile:
         """Open and check everything that the header decides.
 
         Parameters
@@ -86,6 +96,8 @@ class CbkFile:
             The file, or a folder that holds ``model.cbk``.
         mmap : bool
             Map the file; where that is refused it is read with ``pread``.
+        vocab_size : int, optional
+            The real size, for a file with nothing beside it that says so.
 
         Raises
         ------
@@ -97,7 +109,7 @@ class CbkFile:
             file = file / MODEL_FILE
         data = MappedFile.open(file, mmap=mmap)
         try:
-            return cls(file, data, read_header(file, data))
+            return cls(file, data, read_header(file, data), vocab_size)
         except BaseException:
             data.close()
             raise

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import trapetum
-from trapetum.errors import FormatError, VerifyError
+from trapetum.errors import FormatError, RecipeError, VerifyError
 from trapetum.runtime import verify
 from trapetum.runtime.verify import verify_path
 
@@ -109,6 +109,26 @@ def test_wrong_weights_are_found_without_checksums(made, tmp_path, demo_model):
     assert "q_proj" in report.checks[2].detail
     with pytest.raises(VerifyError, match="reconstruction"):
         report.raise_if_wrong()
+
+
+def test_golden_file_takes_the_vocabulary_of_its_source(tmp_path, repository):
+    """500 of 512 rows are real; nothing beside the file says so, but the model it is compared with does."""
+    golden = repository / "tests" / "golden" / "CBK3.cbk"
+    folder = tmp_path / "source"
+    folder.mkdir()
+    shutil.copyfile(golden, folder / "model.cbk")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 500, "hidden_size": 256}))
+    report = verify_path(golden, source=folder)
+    assert report.ok
+    assert report.checks[2].figure == 0
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 400, "hidden_size": 256}))
+    report = verify_path(golden, source=folder)
+    assert "pad the vocabulary are not zero" in report.checks[0].detail
+
+
+def test_a_text_too_short_is_the_callers_fault(made, demo_model):
+    with pytest.raises(RecipeError, match="tokens"):
+        verify_path(made / "artifact", source=demo_model, text="a")
 
 
 def test_another_source_is_found(made, tmp_path, demo_model):

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import FormatError, TrapetumError, UnsupportedModelError, VerifyError
+from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError, VerifyError
 from trapetum.formats.artifact import Artifact
-from trapetum.formats.cbk import CbkFile
+from trapetum.formats.cbk import CbkFile, padded_vocab
 from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import Role, resolve, text_config
@@ -142,6 +142,8 @@ def verify_path(
         If there is nothing at ``path``.
     TrapetumError
         If ``source`` cannot be read.
+    RecipeError
+        If the text is too short to score.
     """
     path, progress = Path(path), progress or Progress()
     if not path.exists():
@@ -163,7 +165,7 @@ def _verify(
     path: Path, source: TensorSource | None, text: str | None, pool: Pool, ctx: int, progress: Progress
 ) -> VerifyReport:
     try:
-        opened = open_source(path)
+        opened = _open(path, source)
     except TrapetumError as error:
         return VerifyReport(path, "", [Check("integrity", False, None, error.message)])
     with opened:
@@ -177,9 +179,23 @@ def _verify(
         for name, stage in stages:
             try:
                 report.checks.append(stage())
+            except RecipeError:  # the caller's text or options, not the model
+                raise
             except TrapetumError as error:
                 report.checks.append(Check(name, False, None, error.message))
     return report
+
+
+def _open(path: Path, source: TensorSource | None) -> TensorSource:
+    """Open; a .cbk that does not know its vocabulary takes the source's, if it fits."""
+    opened = open_source(path)
+    if source is None or not isinstance(opened, CbkFile) or opened.vocab_known:
+        return opened
+    vocab = text_config(source.config).get("vocab_size")
+    if not isinstance(vocab, int) or padded_vocab(vocab) != opened.config["vocab_size"]:
+        return opened
+    opened.close()
+    return CbkFile.open(path, vocab_size=vocab)
 
 
 def _integrity(opened: TensorSource, progress: Progress) -> Check:
@@ -365,6 +381,9 @@ def _logits(
     except UnsupportedModelError as error:
         return Check("logits", None, None, f"the source cannot be run here: {error.message}")
     mine = Model(opened, pool)
+    if mine.real_vocab_size != theirs.real_vocab_size:
+        sizes = f"{mine.real_vocab_size} tokens, the source's {theirs.real_vocab_size}"
+        return Check("logits", False, None, f"the vocabulary has {sizes}")
     found = compare(theirs, mine, text, ctx=_window(ctx, theirs, mine), progress=progress)
     kl, top1 = found["kl_mean"], found["top1_agreement"]
     detail = (
