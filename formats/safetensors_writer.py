@@ -205,11 +205,7 @@ class SafetensorsWriter:
             self._stack.__exit__(kind, value, trace)
             return
         with self._stack:
-            for e in self._order:
-                if self._done[e.name] != e.nbytes:
-                    raise ValueError(
-                        f"{self.path}: {e.name}: {self._done[e.name]} of {e.nbytes} bytes were written"
-                    )
+            self._check_complete()
             header = header_bytes(self._order, self.metadata, reserve=self._reserve)
             if len(header) != self.data_start:
                 raise ValueError(f"{self.path}: the metadata outgrew the {self._reserve} reserved bytes")
@@ -251,13 +247,19 @@ class SafetensorsWriter:
 
     def hash_data(self, digest: Any) -> None:
         """Feed all data (without the header) to a ``hashlib`` object; they must be complete."""
+        self._check_complete()
         offset = self.data_start
         while offset < self.size:
             block = os.pread(self._fd, min(_HASH_BYTES, self.size - offset), offset)
-            if not block:
-                raise ValueError(f"{self.path}: the data are not complete")
             digest.update(block)
             offset += len(block)
+
+    def _check_complete(self) -> None:
+        for e in self._order:
+            if self._done[e.name] != e.nbytes:
+                raise ValueError(
+                    f"{self.path}: {e.name}: {self._done[e.name]} of {e.nbytes} bytes were written"
+                )
 
     def _advance(self, name: str, count: int) -> int:
         done = self._done[name]

@@ -66,7 +66,9 @@ def shard_layout(tensors: Mapping[str, Arrays], max_shard_bytes: int) -> list[Sh
     for name, arrays in tensors.items():
         for entry in stored_entries(name, arrays):
             if owner.setdefault(entry.name, name) != name:
-                raise FormatError(f"tensors {owner[entry.name]} and {name} would both be stored as {entry.name}")
+                raise FormatError(
+                    f"tensors {owner[entry.name]} and {name} would both be stored as {entry.name}"
+                )
     names = list(tensors)
     sizes = [sum(e.nbytes for e in stored_entries(n, tensors[n])) for n in names]
     groups = plan_shards(sizes, max_shard_bytes)

@@ -35,7 +35,7 @@ GOLDEN = (
     + b'{"__metadata__":{"k":"\xc3\xa4"},'
     + b'"a":{"dtype":"F16","shape":[2,2],"data_offsets":[0,8]},'
     + b'"b":{"dtype":"U8","shape":[3],"data_offsets":[8,11]}}'
-    + b"  "
+    + b" "
     + bytes.fromhex("003c 0040 00c0 0038 010203")
 )
 
