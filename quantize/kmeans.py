@@ -19,17 +19,25 @@ __all__ = ["EFFORTS", "fit_codebooks", "needs_wide_codebook", "optimal_codebook"
 
 EFFORTS = ("fast", "default", "high")
 
-# (groups, subgroups, window, stride, rounds, steps) by codebook size (up to and including) and effort.
-_SETTINGS: dict[str, tuple[tuple[int, tuple[int, int, int, int, int, int]], ...]] = {
-    "fast": ((32, (64, 512, 8, 2, 1, 4)), (64, (128, 1024, 8, 1, 1, 4)), (256, (0, 9999, 8, 1, 0, 8))),
-    "default": ((32, (96, 768, 16, 1, 1, 8)), (64, (160, 1024, 16, 1, 2, 8)), (256, (0, 9999, 8, 1, 1, 8))),
-    "high": ((32, (256, 2048, 32, 4, 4, 20)), (64, (256, 2048, 32, 2, 4, 20)), (256, (0, 9999, 16, 1, 12, 20))),
+# (groups, subgroups, window, stride, rounds, steps) by codebook size (up to and including) and effort: intervals solved
+# exactly (0: none, start from the companding law), intervals that borders move on, candidates a border, their
+# distance in the first round (halved each round), rounds of joint refinement, Lloyd steps at most.
+_Settings = tuple[int, int, int, int, int, int]
+_SETTINGS: dict[str, tuple[tuple[int, _Settings], ...]] = {
+    "fast": ((32, (64, 512, 8, 2, 1, 4)), (64, (128, 1024, 8, 1, 1, 4)), (256, (0, 2048, 4, 1, 0, 3))),
+    "default": (
+        (16, (128, 1024, 8, 2, 1, 8)),
+        (32, (160, 1280, 8, 2, 1, 8)),
+        (64, (192, 1536, 8, 1, 1, 8)),
+        (256, (0, 2048, 4, 1, 1, 3)),
+    ),
+    "high": ((64, (320, 4096, 32, 4, 4, 20)), (256, (0, 4096, 32, 4, 4, 20))),
 }
 
 _IMPORTANCE_FLOOR = 0.01
 
 
-def _settings(codebook_size: int, effort: str) -> tuple[int, int, int, int, int, int]:
+def _settings(codebook_size: int, effort: str) -> _Settings:
     if not 2 <= codebook_size <= 256:
         raise RecipeError(f"codebook_size is {codebook_size}; 2 to 256 are allowed")
     if effort not in _SETTINGS:

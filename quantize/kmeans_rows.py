@@ -57,7 +57,7 @@ def _search(
 ) -> None:
     """Borders and centroids of the m > k values ``x``; ``s`` is the tuple of scratch arrays of ``_scratch``."""
     pw, px, pxx = sums[0], sums[1], sums[2]
-    cube, table, layers, gathered, reach, cand, score, fine, fsums = s
+    cube, table, layers, gathered, reach, shifts, moments, sides, costs, score, fine, fsums = s
     groups, subgroups, window, stride, rounds, steps = params
     nf, nc = compand(m, x, pw, groups if groups > 0 else k, max(subgroups, k), cube, fine, edges)
     if nf < k:
@@ -66,10 +66,12 @@ def _search(
     if nc < k:
         fill_up(k, nc, edges)
         nc = k
-    fw, fx, fxx = fsums[0], fsums[1], fsums[2]
-    for j in range(nf + 1):
-        p = fine[j]
-        fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
+    fw, fx, fxx = pw, px, pxx
+    if nf < m:
+        fw, fx, fxx = fsums[0], fsums[1], fsums[2]
+        for j in range(nf + 1):
+            p = fine[j]
+            fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
     if groups > 0:
         solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, reach, borders)
     else:
@@ -77,7 +79,7 @@ def _search(
             borders[b] = edges[b]
     step = stride
     for _ in range(rounds):
-        refine(k, window, step, fw, fx, fxx, cand, score, borders)
+        refine(k, window, step, fw, fx, fxx, shifts, moments, sides, costs, score, borders)
         step = max(1, step // 2)
     for b in range(k + 1):
         borders[b] = fine[borders[b]]
@@ -166,8 +168,11 @@ def _scratch(k: int, params: Any, capacity: int) -> Any:
         np.empty((k if groups > 0 else 1, full), np.float32),
         np.empty((3, full), np.float64),
         np.empty(full, np.int32),
-        np.empty((4, k + 1, window), np.float64),
-        np.empty((k + 1, window), np.float64),
+        np.empty((3, k + 1), np.float64),
+        np.empty((3, k), np.float64),
+        np.empty((6, window, k), np.float32),
+        np.empty((window, window, k), np.float32),
+        np.empty((k, window), np.float32),
         np.empty(capacity + k + 2, np.int32),
         np.empty((3, capacity + k + 2), np.float64),
     )
