@@ -42,9 +42,9 @@ def export_lines(plan: ExportPlan, path: Path, *, dry_run: bool) -> str:
         if r.action not in ("exact", "zeros")
     ]
     parts = [table(["tensor", "action", "detail", "added error"], rows, right=(3,))] if rows else []
-    exact = len(plan.rows) - len(rows)
     files = f"{len(plan.files)} weight file{'s' if len(plan.files) != 1 else ''}"
-    parts.append(f"{exact} of {len(plan.rows)} tensors exact")
+    if not dry_run:  # whether rounding changes a tensor shows when it is written
+        parts.append(f"{len(plan.rows) - len(rows)} of {len(plan.rows)} tensors exact")
     parts.append(f"{'would write' if dry_run else 'wrote'} {path}: {plan.size:,} bytes in {files}")
     return "\n".join(parts)
 

@@ -50,8 +50,11 @@ def _text(found: dict[str, Any]) -> str:
         ],
         right=(1, 2, 3, 4),
     )
+    header = ["tensor", "type", "shape", "bytes", "bpw"]
+    if any(t.get("relative_error") is not None for t in found["tensors"]):
+        header.append("rel. error")
     tensors = table(
-        ["tensor", "type", "shape", "bytes", "bpw", "rel. error"],
+        header,
         [
             [
                 t["name"],
@@ -63,7 +66,7 @@ def _text(found: dict[str, Any]) -> str:
             ]
             for t in found["tensors"]
         ],
-        right=(3, 4, 5),
+        right=range(3, 6),
     )
     notes = "".join(f"note: {text}\n" for text in found["notes"])
     return f"{fields(head)}\n{notes}\n{types}\n\n{tensors}"

@@ -111,4 +111,4 @@ class LogProgress(Progress):
         note(f"note: {text}")
 
     def _amount(self, count: int) -> str:
-        return human_bytes(count) if self._unit == "B" else f"{count} {self._unit}"
+        return human_bytes(count) if self._unit == "B" else f"{count:,} {self._unit}"

@@ -116,8 +116,9 @@ def _from_record(record: TensorRecord) -> dict[str, Any]:
     """A tensor of an artifact, or of a job's finished part."""
     if record.layout == DenseTensor.layout:
         kind = record.arrays[""].dtype.name
-    else:
-        kind = " ".join([record.layout, *(f"{k}={v}" for k, v in record.params.items())])
+    else:  # such as "codebook size=16"
+        prefix = f"{record.layout}_"
+        kind = " ".join([record.layout, *(f"{k.removeprefix(prefix)}={v}" for k, v in record.params.items())])
     return {
         "name": record.name,
         "type": kind,
