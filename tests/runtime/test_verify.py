@@ -10,7 +10,6 @@ import pytest
 
 import trapetum
 from trapetum.errors import FormatError, RecipeError, VerifyError
-from trapetum.runtime import verify
 from trapetum.runtime.verify import verify_path
 
 
@@ -184,7 +183,7 @@ def test_non_finite_weights_are_found(made, tmp_path):
 def test_a_wrong_kernel_is_found(made, monkeypatch):
     from trapetum.runtime.matrix import CodebookMatrix
 
-    def shifted(self, rows):
+    def shifted(self, rows, buffer=None):
         values = self.tensor.dequantize(rows)
         values[0, 0] = np.nextafter(values[0, 0], np.float32(1))
         return values
@@ -195,7 +194,14 @@ def test_a_wrong_kernel_is_found(made, monkeypatch):
     assert not results(report)["decoder"]
 
 
-def test_unrelated_logits_are_found(made, demo_model, demo_text, monkeypatch):
-    monkeypatch.setattr(verify, "_KL_LIMIT", 1e-6)
-    report = verify_path(made / "artifact", source=demo_model, text=demo_text.read_text()[:3000])
-    assert not results(report)["logits"]
+def test_logits_that_say_nothing_are_found(made, tmp_path, demo_model, demo_text):
+    """A head with the opposite sign: finite, of the right length, and worse than guessing."""
+    file = tmp_path / "x.cbk"
+    data = bytearray((made / "x.cbk").read_bytes())
+    head = json.loads((made / "x.cbk.json").read_text())["records"][-1]
+    assert head["name"] == "lm_head.weight"
+    start = head["offset"] + head["shape"][0] * head["shape"][1] // 2
+    data[start:] = (-np.frombuffer(data, "<f4", offset=start)).tobytes()
+    file.write_bytes(data)
+    report = verify_path(file, source=demo_model, text=demo_text.read_text()[:3000])
+    assert results(report) == {"integrity": True, "decoder": True, "reconstruction": False, "logits": False}
