@@ -43,11 +43,12 @@ from trapetum.formats.manifest import (
     manifest_bytes,
     parse_manifest,
 )
-from trapetum.formats.output_folder import COMMIT, LOCK, OUT, PARTS, old_files
+from trapetum.formats.output_folder import COMMIT, LOCK, OUT, PARTS, old_files, read_commit
 from trapetum.formats.parts import part_path, read_part
 from trapetum.formats.regions import copy_file
 from trapetum.formats.safetensors_writer import SafetensorsWriter, index_bytes
 from trapetum.formats.shard_layout import METADATA, Shard, make_shard, shard_layout
+from trapetum.formats.stored_arrays import Arrays
 from trapetum.formats.strict_json import parse_json
 from trapetum.progress import Progress
 
@@ -140,47 +141,55 @@ def resume_assembly(folder: str | Path, *, progress: Progress | None = None) -> 
     work = folder / WORK_FOLDER
     remove_leftovers(work / PARTS)
     with disk_errors(folder):
-        if not (work / COMMIT).is_file():
-            if not (work / OUT / MANIFEST).is_file():
+        commit = read_commit(work)
+        if commit is None:
+            sealed = _sealed(work / OUT)
+            if sealed is None:
                 return False
             remove_leftovers(work / OUT)
-            _commit(folder, _build(work, progress or Progress()))
-        _move(folder)
+            commit = _commit(folder, _build(work, *sealed, progress or Progress()))
+        _move(folder, commit)
     return True
 
 
-def _build(work: Path, progress: Progress) -> dict[str, str]:
+def _sealed(out: Path) -> tuple[dict[str, TensorRecord], list[Shard]] | None:
+    """What the sealed manifest and index announce; None where they are not there, or are not ours."""
+    try:
+        _, records = parse_manifest((out / MANIFEST).read_bytes(), str(out / MANIFEST))
+        weight_map = parse_json((out / INDEX).read_bytes(), str(out / INDEX))["weight_map"]
+        members: dict[str, dict[str, Arrays]] = {}
+        for name, record in records.items():
+            first = next(iter(record.arrays.values())).name
+            members.setdefault(weight_map[first], {})[name] = record.stored
+        if not all(map(is_plain_name, members)):
+            return None
+        return records, [make_shard(file, group) for file, group in members.items()]
+    except (OSError, FormatError, KeyError, TypeError):
+        return None
+
+
+def _build(
+    work: Path, records: Mapping[str, TensorRecord], shards: list[Shard], progress: Progress
+) -> dict[str, str]:
     """Write the shards that are not there yet; SHA-256 of every file."""
     out = work / OUT
-    _, records = parse_manifest((out / MANIFEST).read_bytes(), str(out / MANIFEST))
     numbers = {name: i for i, name in enumerate(records)}
     sums: dict[str, str] = {}
-    shards = _sealed_shards(out, records)
     progress.begin("writing shards", sum(s.size for s in shards))
     for shard in shards:
         path = out / shard.file
-        parts = {name: part_path(work / PARTS, numbers[name], name) for name in shard.tensors}
+        parts = [part_path(work / PARTS, numbers[name], name) for name in shard.tensors]
         if not path.is_file():
             _write_shard(path, shard, records, work / PARTS, numbers)
         sums[shard.file] = file_sha256(path)  # while the pages are still in memory
-        for part in parts.values():
+        for part in parts:
             part.unlink(missing_ok=True)
         progress.advance(shard.size, shard.file)
     progress.end()
     for entry in sorted(os.scandir(out), key=lambda e: e.name):
-        if is_plain_name(entry.name) and entry.name not in {SUMS, RUN_LOG, *sums}:
+        if is_plain_name(entry.name) and entry.name not in {SUMS, *sums}:
             sums[entry.name] = file_sha256(entry.path)
     return sums
-
-
-def _sealed_shards(out: Path, records: Mapping[str, TensorRecord]) -> list[Shard]:
-    """The shards that the sealed index announces; the order inside follows from the manifest."""
-    weight_map = parse_json((out / INDEX).read_bytes(), str(out / INDEX))["weight_map"]
-    members: dict[str, dict[str, TensorRecord]] = {}
-    for name, record in records.items():
-        first = next(iter(record.arrays.values())).name
-        members.setdefault(weight_map[first], {})[name] = record
-    return [make_shard(file, {n: r.stored for n, r in group.items()}) for file, group in members.items()]
 
 
 def _write_shard(
@@ -205,30 +214,27 @@ def _write_shard(
                 os.close(fd)
 
 
-def _commit(folder: Path, sums: Mapping[str, str]) -> None:
+def _commit(folder: Path, sums: Mapping[str, str]) -> dict[str, list[str]]:
     """The point of no return: everything is complete in ``out`` and the list of moves is on disk."""
     work = folder / WORK_FOLDER
     write_atomic(work / OUT / SUMS, sums_bytes(sums))
     files = [*sorted(sums), SUMS]
-    log = work / RUN_LOG
-    if log.is_file():
-        os.replace(log, work / OUT / RUN_LOG)
-    if (work / OUT / RUN_LOG).is_file():
-        files.append(RUN_LOG)
     for name in [*files, MANIFEST]:
         if (folder / name).is_dir():
             raise OutputError(
                 f"{folder / name}: is a folder where a file must be written", hint="Move it away."
             )
-    remove = [name for name in old_files(folder) if name not in files]
-    write_atomic(work / COMMIT, json.dumps({"files": files, "remove": remove}).encode())
+    kept = {*files, RUN_LOG} if (work / RUN_LOG).is_file() else {*files}  # a new log replaces the old one
+    remove = [name for name in old_files(folder) if name not in kept]
+    commit = {"files": files, "remove": remove}
+    write_atomic(work / COMMIT, json.dumps(commit).encode())
+    return commit
 
 
-def _move(folder: Path) -> None:
+def _move(folder: Path, commit: Mapping[str, list[str]]) -> None:
     """Carry out the commit record, from the beginning or from anywhere in it."""
     work = folder / WORK_FOLDER
     out = work / OUT
-    commit = parse_json((work / COMMIT).read_bytes(), str(work / COMMIT))
     if (out / MANIFEST).is_file():  # it moves last: until then the folder is no artifact
         for name in [MANIFEST, *commit["remove"]]:
             (folder / name).unlink(missing_ok=True)
@@ -240,6 +246,8 @@ def _move(folder: Path) -> None:
                 os.replace(out / name, folder / name)
             elif not (folder / name).is_file():
                 raise FormatError(f"{out / name}: vanished while the artifact was put in place")
+        if (work / RUN_LOG).is_file():
+            os.replace(work / RUN_LOG, folder / RUN_LOG)
         sync_folder(folder)
         os.replace(out / MANIFEST, folder / MANIFEST)
         sync_folder(folder)

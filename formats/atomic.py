@@ -291,6 +291,11 @@ class FolderLock:
         self._fd: int | None = None
 
     def __enter__(self) -> Self:
+        if self.path.parent.is_symlink():
+            raise OutputError(
+                f"{self.path.parent}: is a symbolic link; the folder of a running job must be a real one",
+                hint="Remove the link.",
+            )
         while self._fd is None:
             with disk_errors(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)

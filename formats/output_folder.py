@@ -13,7 +13,17 @@ from trapetum.formats.checksums import parse_sums
 from trapetum.formats.manifest import INDEX, MANIFEST, RUN_LOG, SUMS, is_plain_name
 from trapetum.formats.strict_json import parse_json
 
-__all__ = ["COMMIT", "LOCK", "OUT", "PARTS", "OutputState", "discard_job", "old_files", "output_state"]
+__all__ = [
+    "COMMIT",
+    "LOCK",
+    "OUT",
+    "PARTS",
+    "OutputState",
+    "discard_job",
+    "old_files",
+    "output_state",
+    "read_commit",
+]
 
 LOCK, COMMIT, OUT, PARTS = "lock", "commit.json", "out", "parts"
 
@@ -86,6 +96,22 @@ def old_files(folder: Path) -> list[str]:
     return sorted(n for n in names if is_plain_name(n) and (folder / n).is_file())
 
 
+def read_commit(work: Path) -> dict[str, list[str]] | None:
+    """The commit record in ``.trapetum``: ``files`` to move up, old ones to ``remove``.
+
+    Returns
+    -------
+    dict or None
+        None where there is none, or it is damaged or names anything outside the folder: not ours, so ignored.
+    """
+    try:
+        commit = parse_json((work / COMMIT).read_bytes(), COMMIT)
+        names = [*commit["files"], *commit["remove"]]
+    except (OSError, FormatError, KeyError, TypeError):
+        return None
+    return commit if all(map(is_plain_name, names)) else None
+
+
 def discard_job(folder: str | Path) -> None:
     """Forget an unfinished job (``--no-resume``); the caller holds the folder's lock.
 
@@ -94,7 +120,7 @@ def discard_job(folder: str | Path) -> None:
     from trapetum.formats.assemble import resume_assembly
 
     work = Path(folder) / WORK_FOLDER
-    if (work / COMMIT).is_file():
+    if read_commit(work) is not None:
         resume_assembly(folder)
         return
     with disk_errors(work):

@@ -13,6 +13,7 @@ import numpy as np
 
 from trapetum.errors import FormatError
 from trapetum.formats.atomic import WORK_FOLDER
+from trapetum.formats.cbk_manifest import MODEL_FILE
 from trapetum.formats.manifest import MANIFEST
 from trapetum.formats.strict_json import shown
 from trapetum.tensors import QuantizedTensor
@@ -119,7 +120,7 @@ def _is_artifact(path: Path, folder: bool, head: bytes) -> bool:
 
 def _is_cbk(path: Path, folder: bool, head: bytes) -> bool:
     if folder:
-        return (path / "model.cbk").is_file() and not any(path.glob("*.safetensors"))
+        return (path / MODEL_FILE).is_file() and not any(path.glob("*.safetensors"))
     return head[:3] == b"CBK" or head[:4] == b"MTP1"
 
 

@@ -184,6 +184,32 @@ def test_a_folder_in_the_way_is_found_before_anything_is_removed(worker: ModuleT
     assert (tmp_path / "README.md").read_bytes() == b"card\n"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"files": [], "remove": ["../precious"]}, {"files": ["../precious"], "remove": []}, {}, [], "x"],
+)
+def test_bad_state_is_ignored(worker: ModuleType, finished: Path, tmp_path: Path, record: object) -> None:
+    (tmp_path / "precious").write_text("stays")
+    folder = tmp_path / "out"
+    (folder / ".trapetum" / "out").mkdir(parents=True)
+    (folder / ".trapetum" / "out" / "trapetum.json").write_text(json.dumps(record))
+    (folder / ".trapetum" / "commit.json").write_text(json.dumps(record))
+    assert not resume_assembly(folder)
+    worker.write(folder)
+    assert worker.content(folder) == worker.content(finished)
+    assert (tmp_path / "precious").read_text() == "stays"
+
+
+def test_a_linked_work_folder_is_not_followed(worker: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "precious").write_text("stays")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".trapetum").symlink_to(tmp_path / "home")
+    with pytest.raises(OutputError, match="symbolic link"):
+        worker.write(tmp_path / "out")
+    assert os.listdir(tmp_path / "home") == ["precious"]
+
+
 def test_foreign_folders_are_never_written_to(tmp_path: Path) -> None:
     assert output_state(tmp_path / "absent") == output_state(tmp_path)
     (tmp_path / "notes.txt").write_text("")
