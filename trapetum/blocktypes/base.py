@@ -164,7 +164,7 @@ def f16(raw: Bytes) -> NDArray[np.float16]:
 def to_bytes(values: NDArray[Any], dtype: str) -> Bytes:
     """Little-endian bytes of one value, or a row of values, a block: [n] or [n, k] -> uint8 [n, bytes]."""
     values = np.ascontiguousarray(values, dtype=dtype)
-    return values.reshape(len(values), -1).view(np.uint8)
+    return (values[:, None] if values.ndim == 1 else values).view(np.uint8)
 
 
 def split_bits(raw: Bytes, bits: int, group: int) -> Bytes:
