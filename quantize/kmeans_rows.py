@@ -78,8 +78,10 @@ def _search(
         for b in range(k + 1):
             borders[b] = edges[b]
     step = stride
+    # With few values a cluster, each of them matters: twice the candidates (K = 256 on 512 float32: 18 -> 9 % excess).
+    reach_out = 2 * window if nf < 4 * k else window
     for _ in range(rounds):
-        refine(k, window, step, fw, fx, fxx, shifts, moments, sides, costs, score, borders)
+        refine(k, reach_out, step, fw, fx, fxx, shifts, moments, sides, costs, score, borders)
         step = max(1, step // 2)
     for b in range(k + 1):
         borders[b] = fine[borders[b]]
@@ -159,7 +161,7 @@ def _fit_distinct(
 
 @jit(error_model="numpy")
 def _scratch(k: int, params: Any, capacity: int) -> Any:
-    groups, subgroups, window, _, _, _ = params
+    groups, window = params[0], 2 * params[2]
     padded = (max(groups, k) // LANES + 1) * LANES
     full = padded if groups > 0 else LANES
     search = (
