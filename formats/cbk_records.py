@@ -225,7 +225,8 @@ def _positive(n: int) -> bool:
 _TILE = "a multiple of 256"
 # S16 kernels take 256 output columns at a time; head_dim is reduced in a tree with one thread an element.
 _LLAMA_RULES = (
-    Rule("n_layers", "num_hidden_layers", "between 1 and 1048575", _positive),
+    # bounds the walk of a file whose header is garbage: a million layers would take half a minute to refuse
+    Rule("n_layers", "num_hidden_layers", "between 1 and 4096", lambda n: 0 < n <= 4096),
     Rule("n_heads", "num_attention_heads", "between 1 and 1048575", _positive),
     Rule("n_kv", "num_key_value_heads", "between 1 and 1048575", _positive),
     Rule("n_heads % n_kv", "num_attention_heads % num_key_value_heads", "0", lambda n: n == 0),

@@ -247,6 +247,7 @@ def test_length_is_exact(tmp_path):
     [
         (0, b"GGUF", "known are CBK1, CBK2, CBK3"),
         (4, struct.pack("<i", -1), "num_hidden_layers is -1"),
+        (4, struct.pack("<i", 1 << 20), "num_hidden_layers is 1048576"),
         (8, struct.pack("<i", 200), "hidden_size is 200, not a multiple of 256"),
         (16, struct.pack("<i", 3), "num_key_value_heads"),
         (16, struct.pack("<i", 0), "num_key_value_heads is 0"),
