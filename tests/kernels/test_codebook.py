@@ -1,11 +1,11 @@
-"""The codebook kernels against the NumPy decode and float64 products."""
+"""Codebook decode and products of every matrix class against the NumPy decode and float64."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from trapetum.kernels.cpu.codebook import decode_rows, multiply_rows
+from trapetum.kernels.cpu.codebook import decode_rows
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.runtime.matrix import CodebookMatrix, DenseMatrix, build_matrix, widen
 from trapetum.tensors import CodebookTensor, DenseTensor
@@ -27,30 +27,10 @@ def test_decode_is_exact(rows: int, width: int, entries: int) -> None:
     np.testing.assert_array_equal(out, t.dequantize())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8])
-@pytest.mark.parametrize(("rows", "width", "entries"), [(1, 1, 2), (5, 7, 3), (33, 64, 16), (20, 4099, 256)])
-def test_multiply_is_close_to_float64(tokens: int, rows: int, width: int, entries: int) -> None:
-    t = random_tensor(rows, width, entries)
-    x = np.random.default_rng(1).standard_normal((tokens, width)).astype(np.float32)
-    out = np.full((tokens, rows), np.nan, np.float32)
-    multiply_rows(t.codes, t.codebook.astype(np.float32), x, out, 0, rows)
-    exact = x.astype(np.float64) @ t.dequantize().astype(np.float64).T
-    scale = np.abs(x.astype(np.float64)) @ np.abs(t.dequantize().astype(np.float64)).T
-    assert np.all(np.abs(out - exact) <= 1e-6 * scale)
-
-
-def test_multiply_writes_only_its_rows() -> None:
-    t = random_tensor(10, 16, 4)
-    out = np.full((1, 10), np.nan, np.float32)
-    multiply_rows(t.codes, t.codebook.astype(np.float32), np.ones((1, 16), np.float32), out, 3, 7)
-    assert np.isnan(out[0, [0, 1, 2, 7, 8, 9]]).all()
-    assert np.isfinite(out[0, 3:7]).all()
-
-
-@pytest.mark.parametrize("tokens", [1, 8, 9, 70])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 70, 1100])
 @pytest.mark.parametrize("kind", ["codebook", "dense"])
 def test_same_bits_at_any_thread_count(tokens: int, kind: str) -> None:
-    # 2 M weights and 70 tokens: several pieces both by weights and by multiply-adds
+    # 2 M weights: several pieces by rows with few and many tokens, and by tokens at 1100
     t = random_tensor(1030, 2048, 16)
     tensor = t if kind == "codebook" else DenseTensor(t.dequantize())
     x = np.random.default_rng(2).standard_normal((tokens, 2048)).astype(np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +49,19 @@ def test_blas_is_single_threaded_inside_and_restored_after() -> None:
     with Pool(2).session():
         assert {i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"} == {1}
     assert [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"] == before
+
+
+def test_closing_ends_the_threads() -> None:
+    pool, before = Pool(3), threading.active_count()
+    pool.close()
+    pool.run(lambda i: time.sleep(0.01), 6)
+    assert threading.active_count() > before
+    pool.close()
+    assert threading.active_count() == before
+    seen: list[int] = []
+    pool.run(seen.append, 4)
+    assert sorted(seen) == [0, 1, 2, 3]
+    pool.close()
 
 
 def test_thread_counts() -> None:

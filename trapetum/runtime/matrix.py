@@ -1,11 +1,12 @@
 """A weight matrix that the forward pass can multiply with, whatever its stored layout.
 
-Many tokens: decode a tile of rows to float32 and let BLAS multiply, tile by tile over the pool, so that a
-quantized matrix is never float32 as a whole. Few tokens: a fused kernel where the layout has one. A layout
-without an entry in ``MATRICES`` still works through its exact decode.
+Rows are decoded to float32 a tile at a time, into a buffer that stays in the cache, and BLAS multiplies: a quantized
+matrix is never float32 as a whole. A layout without an entry in ``MATRICES`` works through its exact decode.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,16 @@ __all__ = ["MATRICES", "CodebookMatrix", "DenseMatrix", "Matrix", "build_matrix"
 
 Floats = NDArray[np.float32]
 
-_TILE_WEIGHTS = 1 << 20  # of a decoded tile: 4 MiB of float32, which a last-level cache holds
-_TILE_ROWS = 64  # BLAS packs the activations again for every tile: fewer rows would show
-_PIECE_MACS = 8 << 20  # multiply-adds worth waking a thread (40 us): about 0.3 ms where there are many tokens
-_FEW_TOKENS = 8  # up to here the fused codebook kernel beats decode + BLAS
+# A piece of work is one product: rows of the matrix x tokens. BLAS packs both sides again for every product, which
+# costs 35 % at 64 rows, 15 % at 256 and 8 % at 512 (762 tokens, 4096 inputs, one Zen1 core).
+_MANY_ROWS = 512
+_MANY_TOKENS = 512
+_TILE_WEIGHTS = 2 << 20  # most weights of a decoded tile: 8 MiB of float32
+# Up to here a product is bound by reading weights: taken from the second-level cache it is twice as fast
+# (4096 x 4096, 4 tokens: 8 ms in tiles against 16 ms in one product).
+_FEW_TOKENS = 8
+_FEW_TILE_WEIGHTS = 1 << 16  # 256 KiB of float32: such a tile
+_FEW_PIECE_WEIGHTS = 1 << 20  # worth waking a thread (40 us): 0.3 to 0.6 ms
 
 
 class Matrix:
@@ -37,13 +44,34 @@ class Matrix:
         self.pool = pool
         self.rows, self.in_features = tensor.rows, tensor.in_features
 
-    def tile(self, rows: slice) -> Floats:
-        """Decoded rows, float32 [rows, in_features]."""
+    def tile(self, rows: slice, buffer: Floats | None = None) -> Floats:
+        """Decoded rows.
+
+        Parameters
+        ----------
+        rows : slice
+        buffer : ndarray of float32, shape (at least as many rows, in_features), optional
+            Where to decode to, if anything has to be decoded.
+
+        Returns
+        -------
+        ndarray of float32, shape (rows, in_features)
+        """
         return self.tensor.dequantize(rows)
 
-    def multiply_tile(self, x: Floats, rows: slice, out: Floats) -> None:
-        """Write ``x @ W[rows].T`` into columns ``rows`` of ``out`` [tokens, all rows]."""
-        np.matmul(x, self.tile(rows).T, out=out[:, rows])
+    def tile_rows(self, tokens: int) -> int:
+        """Rows that one product takes."""
+        if tokens <= _FEW_TOKENS:
+            return max(1, _FEW_TILE_WEIGHTS // self.in_features)
+        return max(64, min(_MANY_ROWS, _TILE_WEIGHTS // self.in_features))
+
+    def multiply(self, x: Floats, rows: slice, out: Floats) -> None:
+        """Write ``x @ W[rows].T`` into columns ``rows`` of ``out`` [tokens, all rows], tile by tile."""
+        step = self.tile_rows(x.shape[0])
+        buffer = np.empty((min(step, rows.stop - rows.start), self.in_features), np.float32)
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            np.matmul(x, self.tile(part, buffer).T, out=out[:, part])
 
     def __call__(self, x: Floats) -> Floats:
         """Multiply.
@@ -56,11 +84,18 @@ class Matrix:
         -------
         ndarray of float32, shape (tokens, rows)
         """
-        out = np.empty((x.shape[0], self.rows), np.float32)
-        weights = self.rows * self.in_features
-        pieces = max(1, weights // _TILE_WEIGHTS, weights * x.shape[0] // _PIECE_MACS)
-        size = -(-self.rows // pieces // _TILE_ROWS) * _TILE_ROWS
-        self.pool.blocks(lambda r: self.multiply_tile(x, r, out), self.rows, size)
+        tokens = x.shape[0]
+        out = np.empty((tokens, self.rows), np.float32)
+        height = _MANY_ROWS if tokens > _FEW_TOKENS else -(-_FEW_PIECE_WEIGHTS // self.in_features)
+        across = -(-tokens // _MANY_TOKENS)
+
+        def piece(number: int) -> None:
+            down, block = divmod(number, across)
+            rows = slice(down * height, min((down + 1) * height, self.rows))
+            part = slice(block * _MANY_TOKENS, (block + 1) * _MANY_TOKENS)
+            self.multiply(x[part], rows, out[part])
+
+        self.pool.run(piece, -(-self.rows // height) * across)
         return out
 
     def look_up(self, ids: NDArray[np.intp]) -> Floats:
@@ -82,11 +117,19 @@ class DenseMatrix(Matrix):
     def __init__(self, tensor: DenseTensor, pool: Pool, *, expand: bool = True) -> None:
         super().__init__(tensor, pool)
         values = tensor.values.reshape(self.rows, self.in_features)
-        self.values = widen(values) if expand else values
+        self.values: NDArray[Any] = widen(values) if expand else values
 
-    def tile(self, rows: slice) -> Floats:
-        """Rows as float32; no copy where they already are."""
-        return widen(self.values[rows])
+    def tile(self, rows: slice, buffer: Floats | None = None) -> Floats:
+        """Rows as float32; a view where they already are."""
+        values = self.values[rows]
+        if values.dtype == np.float32:
+            return values
+        return widen(values, None if buffer is None else buffer[: values.shape[0]])
+
+    def tile_rows(self, tokens: int) -> int:
+        """As many as there are for one token where nothing is decoded: a plain matrix-vector product."""
+        plain = tokens == 1 and self.values.dtype == np.float32
+        return self.rows if plain else super().tile_rows(tokens)
 
     def look_up(self, ids: NDArray[np.intp]) -> Floats:
         """Rows by number, float32 [len(ids), in_features]."""
@@ -107,41 +150,36 @@ class CodebookMatrix(Matrix):
         self.codes = np.ascontiguousarray(tensor.codes)
         self.table = np.ascontiguousarray(tensor.codebook, dtype=np.float32)
 
-    def tile(self, rows: slice) -> Floats:
+    def tile(self, rows: slice, buffer: Floats | None = None) -> Floats:
         """Decoded rows."""
         from trapetum.kernels.cpu.codebook import decode_rows
 
         codes = self.codes[rows]
-        out = np.empty(codes.shape, np.float32)
+        out = np.empty(codes.shape, np.float32) if buffer is None else buffer[: codes.shape[0]]
         decode_rows(codes, self.table[rows], out)
         return out
-
-    def multiply_tile(self, x: Floats, rows: slice, out: Floats) -> None:
-        """Fused for few tokens, decode + BLAS for many."""
-        if x.shape[0] > _FEW_TOKENS:
-            super().multiply_tile(x, rows, out)
-            return
-        from trapetum.kernels.cpu.codebook import multiply_rows
-
-        multiply_rows(self.codes, self.table, x, out, rows.start, rows.stop)
 
     def look_up(self, ids: NDArray[np.intp]) -> Floats:
         """Decoded rows by number."""
         return np.take_along_axis(self.table[ids], self.codes[ids].astype(np.intp), axis=1)
 
 
-def widen(values: NDArray[np.generic]) -> Floats:
+def widen(values: NDArray[Any], out: Floats | None = None) -> Floats:
     """Exact float32 of any stored float dtype; float32 itself is returned as it is.
 
     bfloat16 is the upper half of float32: a shift, which NumPy does at several times the speed of a cast.
     """
     if values.dtype == np.float32:
-        return values  # type: ignore[return-value]
+        return values
+    if out is None:
+        out = np.empty(values.shape, np.float32)
     if values.dtype.name == "bfloat16":
-        wide = values.view(np.uint16).astype(np.uint32)
-        wide <<= np.uint32(16)
-        return wide.view(np.float32)
-    return values.astype(np.float32)
+        bits = out.view(np.uint32)
+        bits[...] = values.view(np.uint16)
+        bits <<= np.uint32(16)
+    else:
+        out[...] = values
+    return out
 
 
 MATRICES: dict[str, type[Matrix]] = {"codebook": CodebookMatrix, "dense": DenseMatrix}

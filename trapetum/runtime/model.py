@@ -129,7 +129,8 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Close the source; the model cannot be used afterwards."""
+        """Close the source and end the threads; the model cannot be used afterwards."""
+        self.pool.close()
         self.source.close()
 
     def _matrix(self, role: Role) -> Matrix:
@@ -193,7 +194,7 @@ class Model:
         which can beat every real one.
         """
         stop = self.vocab_size
-        while self.source.kind == "cbk" and stop > 1 and not self.embed.tile(slice(stop - 1, stop)).any():
+        while self.source.kind == "cbk" and stop > 1 and not self.embed.look_up(np.array([stop - 1])).any():
             stop -= 1
         return stop
 

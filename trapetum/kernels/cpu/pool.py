@@ -56,6 +56,12 @@ class Pool:
 
         return ThreadpoolController()
 
+    def close(self) -> None:
+        """End the threads; they start again if there is more work."""
+        if "_executor" in self.__dict__:
+            self._executor.shutdown()
+            del self._executor
+
     @contextmanager
     def session(self) -> Iterator[None]:
         """One BLAS thread for the length of the block (about 50 us to enter and leave: wrap loops, not steps)."""
