@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -249,33 +250,48 @@ def test_env() -> None:
         assert re.search(rf"^{word} +\S", shown, re.MULTILINE)
 
 
-def test_inspect_an_unfinished_job(artifact: Path, demo_model: Path, tmp_path: Path) -> None:
+# The command line, with a signal to itself when the third tensor is done.
+_STOPPED = """
+import os, signal, sys
+import trapetum.cli.quantize as command
+from trapetum.cli import main
+from trapetum.cli.progress import LogProgress
+
+class Stops(LogProgress):
+    def advance(self, amount, line=None):
+        super().advance(amount, line)
+        if line and line.startswith("model.layers.0.mlp.down_proj.weight "):
+            os.kill(os.getpid(), number)
+
+command.terminal_progress = Stops
+number = int(sys.argv.pop())  # typer must not see it
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_a_stopped_job_can_be_inspected_and_goes_on(
+    number: signal.Signals, code: int, artifact: Path, demo_model: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    command = [
-        sys.executable,
-        "-m",
-        "trapetum",
-        "quantize",
-        str(demo_model),
-        "-o",
-        str(out),
-        "--threads",
-        "1",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("model.layers.0.mlp.down_proj.weight "):
-            process.kill()
-    process.wait(timeout=60)
-    process.stderr.close()
+    arguments = ["quantize", str(demo_model), "-o", str(out), str(int(number))]
+    done = subprocess.run(
+        [sys.executable, "-c", _STOPPED, *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
     data = _json("inspect", out)
     assert data["kind"] == "unfinished job"
     assert any("run the same `trapetum quantize` command" in note for note in data["notes"])
-    assert data["tensors"][0]["name"] == "model.embed_tokens.weight"
-    assert data["totals"]["tensors"] >= 3
+    assert [t["name"] for t in data["tensors"]] == [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    ]
     parts = sorted((out / ".trapetum" / "parts").glob("*.safetensors"))
     parts[0].write_bytes(b"")  # a faulty part is a note, not a failure
     assert any("will be made again" in note for note in _json("inspect", out)["notes"])
-    assert _run("quantize", demo_model, "-o", out).exit_code == 0
+    resumed = _json("quantize", demo_model, "-o", out)
+    assert resumed["resumed"] == 2
     assert (out / "SHA256SUMS").read_bytes() == (artifact / "SHA256SUMS").read_bytes()
