@@ -11,7 +11,7 @@ __all__ = ["env"]
 
 
 def env(json: Json = False, debug: Debug = False) -> None:
-    """Show versions, processor, memory, BLAS, extras and cache folders."""
+    """Describe this machine and installation."""
     from trapetum.runtime.environment import describe_environment
 
     facts = describe_environment()
