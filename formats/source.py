@@ -113,6 +113,12 @@ def _open_cbk(path: Path, mmap: bool) -> TensorSource:
     return CbkFile.open(path, mmap=mmap)
 
 
+def _open_gguf(path: Path, mmap: bool) -> TensorSource:
+    from trapetum.formats.gguf_source import GgufSource
+
+    return GgufSource.open(path, mmap=mmap)
+
+
 def _is_artifact(path: Path, folder: bool, head: bytes) -> bool:
     # An unfinished job is sent here too: Artifact.open says that it is one.
     return folder and ((path / MANIFEST).exists() or (path / WORK_FOLDER).is_dir())
@@ -124,6 +130,10 @@ def _is_cbk(path: Path, folder: bool, head: bytes) -> bool:
     return head[:3] == b"CBK" or head[:4] == b"MTP1"
 
 
+def _is_gguf(path: Path, folder: bool, head: bytes) -> bool:
+    return head[:4] == b"GGUF"
+
+
 def _is_checkpoint(path: Path, folder: bool, head: bytes) -> bool:
     return folder or path.name.endswith(".safetensors")
 
@@ -131,6 +141,7 @@ def _is_checkpoint(path: Path, folder: bool, head: bytes) -> bool:
 KINDS = (
     Kind("artifact", "a folder that `trapetum quantize` wrote", _is_artifact, _open_artifact),
     Kind("cbk", "a .cbk file, or a folder that holds model.cbk", _is_cbk, _open_cbk),
+    Kind("gguf", "a .gguf file", _is_gguf, _open_gguf),
     Kind("checkpoint", "a Hugging Face folder or a .safetensors file", _is_checkpoint, _open_checkpoint),
 )
 """What a path can be; the first row that matches counts."""

@@ -1,0 +1,115 @@
+"""How GGUF spells what a Hugging Face checkpoint holds: tensor names, families, the order of q and k rows.
+
+llama.cpp rotates neighbouring pairs of a head in the ``llama`` family, where the checkpoint pairs the two halves of a
+head. Its converter therefore stores the rows of q and k interleaved: row ``2 i + s`` of a head is the checkpoint's
+row ``s * head_dim / 2 + i``. Reading such a file without undoing that gives a model that loads and talks nonsense.
+
+Source: llama.cpp, gguf-py/gguf/tensor_mapping.py and conversion/llama.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FAMILIES", "Family", "gguf_name", "hf_name", "stored_row_order"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One value of ``general.architecture``.
+
+    Parameters
+    ----------
+    model_type, hf_class : str
+        What config.json says for it.
+    interleaved : bool
+        Whether rows of q and k are stored interleaved.
+    """
+
+    model_type: str
+    hf_class: str
+    interleaved: bool
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("llama", "LlamaForCausalLM", True),  # Mistral too; its window is not stored
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", False),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", False),
+}
+
+_MODULES: dict[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+_FROM_HF = {hf: gguf for gguf, hf in _MODULES.items()}
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+def _translate(name: str, table: dict[str, str]) -> str | None:
+    module, _, suffix = name.rpartition(".")
+    layer = _LAYER.search(module)
+    template = table.get(_LAYER.sub("{}", module, count=1))
+    if template is None or suffix not in ("weight", "bias"):
+        return None
+    return f"{template.format(layer[0]) if layer else template}.{suffix}"
+
+
+def hf_name(name: str) -> str | None:
+    """The checkpoint's name of a GGUF tensor; None where there is none.
+
+    Examples
+    --------
+    >>> hf_name("blk.3.ffn_down.weight"), hf_name("rope_freqs.weight")
+    ('model.layers.3.mlp.down_proj.weight', None)
+    """
+    return _translate(name, _MODULES)
+
+
+def gguf_name(name: str) -> str | None:
+    """GGUF's name of a checkpoint's tensor; None where there is none.
+
+    Examples
+    --------
+    >>> gguf_name("model.layers.3.self_attn.q_proj.bias")
+    'blk.3.attn_q.bias'
+    """
+    return _translate(name, _FROM_HF)
+
+
+def stored_row_order(rows: int, heads: int) -> NDArray[np.intp]:
+    """Where each row of a checkpoint's q or k lies in an interleaved GGUF tensor.
+
+    Parameters
+    ----------
+    rows : int
+        ``heads * head_dim``.
+    heads : int
+        Query heads for q, key-value heads for k.
+
+    Returns
+    -------
+    ndarray of intp, shape (rows,)
+        ``stored[order]`` is the checkpoint's order.
+
+    Examples
+    --------
+    >>> stored_row_order(8, 2).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    return np.arange(rows).reshape(heads, rows // heads // 2, 2).transpose(0, 2, 1).reshape(-1)

@@ -1,0 +1,316 @@
+"""A GGUF model, in one file or split over several, as a ``TensorSource`` with Hugging Face names.
+
+Tensors keep their stored form: plain numbers are dense, block types are ``BlockTensor``. config.json is put together
+from the metadata, q and k rows come back in the checkpoint's order, and what this reader does not understand (a
+family outside the table, a tensor without a counterpart, a rotation) is refused by name rather than left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
+from trapetum.formats.gguf import GgufFile, GgufTensor
+from trapetum.formats.gguf_names import FAMILIES, Family, hf_name, stored_row_order
+from trapetum.formats.gguf_writer import split_names
+from trapetum.formats.strict_json import shown
+from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, matrix_shape
+
+__all__ = ["GgufSource"]
+
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_ROPE_FACTORS = "rope_freqs.weight"
+_ROTATION_KEY = "prism.hadamard.version"
+
+
+class GgufSource:
+    """An open GGUF model; implements ``TensorSource``. Made by :meth:`open`.
+
+    Attributes
+    ----------
+    path : Path
+        What the user named.
+    files : list of GgufFile
+        The first one carries the metadata.
+    config : dict
+        As config.json would say it.
+    notes : list of str
+    """
+
+    kind = "gguf"
+
+    def __init__(self, path: Path, files: list[GgufFile]) -> None:
+        self.path, self.files = path, files
+        self.notes = [note for file in files for note in file.notes]
+        self.metadata = files[0].metadata
+        self._family = _family(path, self.metadata)
+        self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
+        factors = None
+        for file in files:
+            for name, info in file.tensors.items():
+                if name == _ROPE_FACTORS:
+                    factors = file.load(name).dequantize().reshape(-1)
+                    continue
+                translated = hf_name(name)
+                if translated is None:
+                    raise UnsupportedModelError(
+                        f"{file.path}: tensor {shown(name)} has no counterpart in a {self._family.model_type} model"
+                    )
+                if translated in self._where:
+                    raise FormatError(f"{file.path}: tensor {shown(name)} occurs in two files of the model")
+                self._where[translated] = file, info
+        self.config = _config(path, self._family, self.metadata, self._shapes(), factors)
+        self._heads = {
+            "q": int(self.config["num_attention_heads"]),
+            "k": int(self.config["num_key_value_heads"]),
+        }
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> Self:
+        """Open a model; of a split one, any file names it.
+
+        Raises
+        ------
+        FormatError
+            If a file breaks the rules of its format, or a part of a split model is missing.
+        UnsupportedModelError
+            If the model is of a kind that cannot be read.
+        """
+        path = Path(path)
+        files: list[GgufFile] = []
+        try:
+            for part in _parts(path):
+                files.append(GgufFile.open(part, mmap=mmap, strict=False))
+            _check_split(files)
+            return cls(path, files)
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+
+    def names(self) -> list[str]:
+        """Tensor names in the order of the files."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape."""
+        return self._find(name)[1].shape
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Stored dtype; float32 for a block type."""
+        kind = self._find(name)[1].type
+        return kind.dtype if kind is not None and kind.dtype is not None else np.dtype(np.float32)
+
+    def layout(self, name: str) -> str:
+        """``"dense"`` or ``"blocks"``."""
+        kind = self._find(name)[1].type
+        return DenseTensor.layout if kind is not None and kind.dtype is not None else BlockTensor.layout
+
+    def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """A tensor, or some rows of its matrix form as a (selected rows, in_features) tensor.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such tensor.
+        UnsupportedModelError
+            If its type is unknown.
+        """
+        file, info = self._find(name)
+        heads = self._interleaved_heads(name)
+        if heads is None:
+            return file.load(info.name, rows)
+        stored = file.load(info.name)
+        if isinstance(stored, BlockTensor):
+            order = stored_row_order(stored.rows, heads)[rows or slice(None)]
+            return BlockTensor(stored.type, stored.blocks[order], info.shape if rows is None else ())
+        if not isinstance(stored, DenseTensor):
+            raise UnsupportedModelError(f"{file.path}: rows of {shown(info.name)} cannot be reordered")
+        order = stored_row_order(info.shape[0], heads)
+        values = stored.values[order]
+        if rows is not None:
+            values = values.reshape(matrix_shape(info.shape))[rows]
+        return DenseTensor(values)
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Drop the mapped pages of a tensor."""
+        file, info = self._find(name)
+        file.release(info.name)
+
+    def tokenizer_file(self) -> Path | None:
+        """None: the vocabulary is in the metadata."""
+        return None
+
+    def side_files(self) -> list[Path]:
+        """None travel with a GGUF."""
+        return []
+
+    def close(self) -> None:
+        """Close all files; tensors that were loaded stay valid."""
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _find(self, name: str) -> tuple[GgufFile, GgufTensor]:
+        try:
+            return self._where[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path}: there is no tensor named {shown(name)}") from None
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: info.shape for name, (_, info) in self._where.items()}
+
+    def _interleaved_heads(self, name: str) -> int | None:
+        """Heads of a tensor whose rows are stored interleaved; else None."""
+        if not self._family.interleaved:
+            return None
+        module = name.rpartition(".")[0]
+        return next((n for part, n in self._heads.items() if module.endswith(f".{part}_proj")), None)
+
+
+def _parts(path: Path) -> list[Path]:
+    found = _SPLIT_NAME.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found["count"])
+    if not 1 <= int(found["number"]) <= count:
+        raise FormatError(f"{path}: part {found['number']} of {found['count']} cannot exist")
+    stem = path.with_name(found["stem"] + ".gguf")
+    parts = split_names(stem, count) if count > 1 else [path]
+    for part in parts:
+        if not part.is_file():
+            raise FormatError(f"{part}: this part of the split model is missing")
+    return parts
+
+
+def _check_split(files: list[GgufFile]) -> None:
+    for number, file in enumerate(files):
+        stated = file.metadata.get("split.count", 1)
+        if stated != len(files) or file.metadata.get("split.no", 0) != number:
+            raise FormatError(
+                f"{file.path}: split.no {file.metadata.get('split.no')} of split.count {stated} does not fit "
+                f"part {number + 1} of {len(files)} files",
+                hint="Name a part of the complete set NAME-00001-of-0000N.gguf.",
+            )
+    total = files[0].metadata.get("split.tensors.count")
+    found = sum(len(file.tensors) for file in files)
+    if len(files) > 1 and total != found:
+        raise FormatError(f"{files[0].path}: split.tensors.count is {total}, the files hold {found} tensors")
+
+
+def _family(path: Path, metadata: Mapping[str, Any]) -> Family:
+    name = metadata.get("general.architecture")
+    if _ROTATION_KEY in metadata:
+        raise UnsupportedModelError(
+            f"{path}: the weights are rotated ({_ROTATION_KEY}), which is not read yet"
+        )
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{path}: general.architecture is {shown(name)}; {', '.join(FAMILIES)} can be read"
+        )
+    return FAMILIES[name]
+
+
+def _config(
+    path: Path,
+    family: Family,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: np.ndarray[Any, Any] | None,
+) -> dict[str, Any]:
+    """The config.json that the metadata and shapes amount to."""
+    arch = metadata["general.architecture"]
+
+    def value(key: str, kind: type, default: Any = None) -> Any:
+        found = metadata.get(f"{arch}.{key}", default)
+        if kind is float and isinstance(found, int):
+            found = float(found)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            what = "is missing" if found is None else f"is {shown(found)}"
+            raise FormatError(f"{path}: the key {arch}.{key} {what}; one {kind.__name__} is needed")
+        return found
+
+    heads, hidden = value("attention.head_count", int), value("embedding_length", int)
+    head_dim = value("attention.key_length", int, hidden // max(heads, 1))
+    embed = shapes.get("model.embed_tokens.weight", (0, 0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if scaling != "none":
+        rope["rope_type"], rope["factor"] = scaling, value("rope.scaling.factor", float, 1.0)
+    config: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length", int),
+        "num_hidden_layers": value("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "vocab_size": embed[0],
+        "max_position_embeddings": value("context_length", int),
+        "rms_norm_eps": _decimal(value("attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": rope,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+    }
+    rotated = value("rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if family.model_type == "llama":
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
+        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
+    if rope_factors is not None:
+        _apply_factors(
+            config, rope, rope_factors, metadata.get(f"{arch}.rope.scaling.original_context_length")
+        )
+    for ours, theirs in (
+        ("bos_token_id", "bos_token_id"),
+        ("eos_token_id", "eos_token_id"),
+        ("pad_token_id", "padding_token_id"),
+    ):
+        if isinstance(found := metadata.get(f"tokenizer.ggml.{theirs}"), int):
+            config[ours] = found
+    return config
+
+
+def _decimal(value: float) -> float:
+    """A float32 from the file as the short decimal that it was: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _apply_factors(
+    config: dict[str, Any], rope: dict[str, Any], factors: np.ndarray[Any, Any], original: Any
+) -> None:
+    """Divisors of the rotary frequencies: as a llama3 scaling where one gives them, else as explicit frequencies."""
+    half = np.arange(0, config["head_dim"], 2, dtype=np.float64) / config["head_dim"]
+    plain = rope["rope_theta"] ** -half
+    if len(factors) != len(plain) or not (factors >= 1).all():
+        raise FormatError(
+            f"{_ROPE_FACTORS} holds {len(factors)} values; {len(plain)} of at least 1 are needed"
+        )
+    factor = round(float(factors.max()), 4)
+    for context in (original, 8192):
+        if not isinstance(context, int):
+            continue
+        smooth = np.clip((context * plain / (2 * np.pi) - 1.0) / 3.0, 0.0, 1.0)
+        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-5):
+            rope |= {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": context,
+            }
+            return
+    config["trapetum_inv_freq"] = (plain / factors).tolist()
