@@ -98,6 +98,7 @@ def test_expected_shapes_equal_those_of_transformers(name: str) -> None:
     ours = parse_config(theirs.to_dict() | {"architectures": [type(model).__name__]})
     shapes = ours.architecture.expected_shapes(ours)
     assert shapes == {k: v for k, v in state.items() if not k.endswith("bias")}
+    assert set(ours.architecture.expected_biases(ours)) == {k for k in state if k.endswith("bias")}
     ours.architecture.check_tensors(ours, state)
 
 
@@ -115,6 +116,25 @@ def test_faults_are_listed_together() -> None:
     with pytest.raises(CheckpointError, match=r"lm_head\.weight is missing.*\[25, 8\]") as caught:
         config.architecture.check_tensors(config, shapes)
     assert "tie_word_embeddings" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "parts"),
+    [
+        ("llama", {}, ""),
+        ("llama", {"attention_bias": True}, "q k v o"),
+        ("llama", {"mlp_bias": True}, "gate up down"),
+        ("mistral", {"attention_bias": True}, ""),
+        ("qwen2", {}, "q k v"),
+        ("qwen3", {"attention_bias": True}, "q k v o"),
+    ],
+)
+def test_promised_biases_must_be_there(name: str, flags: dict[str, bool], parts: str) -> None:
+    config = parse_config({**CONFIG, "architectures": None, "model_type": name, **flags})
+    arch = config.architecture
+    promised = [arch.tensor_name(p, layer, suffix="bias") for p in parts.split() for layer in range(2)]
+    assert arch.expected_biases(config) == promised
+    assert arch.faults(config, arch.expected_shapes(config)) == [f"{n} is missing" for n in promised]
 
 
 def test_many_faults_stay_one_line() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trapetum.errors import CheckpointError, RecipeError
@@ -15,6 +15,8 @@ from trapetum.runtime.tokenizer import TextStream, Tokenizer, generation_eos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = Tokenizer(REPOSITORY / "models" / "books-2m" / "tokenizer.json")
+# Tokens that are not whole characters: their sequences make valid, broken and overlong UTF-8.
+PARTIAL = [i for i in range(2048) if "\ufffd" in DEMO.decode([i])]
 
 
 def metaspace_tokenizer(folder: Path) -> Tokenizer:
@@ -74,6 +76,7 @@ def test_special_tokens_only_when_asked(sentencepiece: Tokenizer) -> None:
     assert sentencepiece.token_id("nothing") is None
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_round_trip_and_stream_of_any_text(text: str) -> None:
     ids = DEMO.encode(text)
@@ -81,20 +84,18 @@ def test_round_trip_and_stream_of_any_text(text: str) -> None:
     assert streamed(DEMO, ids) == text
 
 
-@given(st.lists(st.integers(0, 2047), max_size=40))
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2047) | st.sampled_from(PARTIAL), max_size=40))
 def test_stream_of_any_tokens_is_the_decoded_whole(ids: list[int]) -> None:
     """Tokens that do not make valid UTF-8 included."""
     assert streamed(DEMO, ids) == DEMO.decode(ids)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab é€😀"))
-def test_stream_with_a_decoder_that_looks_back(text: str) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = metaspace_tokenizer(Path(folder))
-    ids = tokenizer.encode(text)
-    assert streamed(tokenizer, ids) == tokenizer.decode(ids)
+def test_stream_with_a_decoder_that_looks_back(sentencepiece: Tokenizer, text: str) -> None:
+    ids = sentencepiece.encode(text)
+    assert streamed(sentencepiece, ids) == sentencepiece.decode(ids)
 
 
 def test_a_character_in_several_tokens_comes_out_whole(sentencepiece: Tokenizer) -> None:

@@ -68,12 +68,16 @@ class Module:
         Name without suffix; ``{layer}`` and ``{expert}`` stand for numbers.
     shape : tuple of str
         Dimensions by the names of ``ModelConfig.dimensions``.
+    bias : str
+        What promises a bias: a flag of :class:`ModelConfig`, ``always``, or nothing (it may still be there, and
+        is then used).
     """
 
     part: str
     kind: str
     template: str
     shape: tuple[str, ...]
+    bias: str = ""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -204,7 +208,7 @@ class Architecture:
     def expected_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config promises, under its canonical name.
 
-        Biases are not among them (their presence decides), nor is a tied head.
+        Biases are not among them (see :meth:`expected_biases`), nor is a tied head.
 
         Returns
         -------
@@ -218,6 +222,15 @@ class Architecture:
             for layer in range(config.num_hidden_layers) if "{layer}" in module.template else (None,):
                 shapes[self.tensor_name(module.part, layer)] = shape
         return shapes
+
+    def expected_biases(self, config: ModelConfig) -> list[str]:
+        """Canonical names of the biases that the config or the family promises."""
+        return [
+            self.tensor_name(module.part, layer, suffix="bias")
+            for module in self.modules
+            if module.bias == "always" or (module.bias and getattr(config, module.bias))
+            for layer in range(config.num_hidden_layers)
+        ]
 
     def faults(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Where a checkpoint's tensors are not what its config promises.
@@ -241,7 +254,8 @@ class Architecture:
         if self.any_architecture:
             return []
         names = self.index(shapes)
-        found = [f"{n} is missing" for n in self.expected_shapes(config) if self.role(n) not in names]
+        promised_names = [*self.expected_shapes(config), *self.expected_biases(config)]
+        found = [f"{n} is missing" for n in promised_names if self.role(n) not in names]
         modules = {m.part: m for m in self.modules}
         for role, name in names.items():
             promised = tuple(config.dimensions[d] for d in modules[role.part].shape)
@@ -265,20 +279,22 @@ class Architecture:
         )
 
 
-def _llama(*, qk_norm: bool = False) -> tuple[Module, ...]:
-    """Modules of the Llama lineage; every entry of the table that differs by a norm says so here."""
+def _llama(
+    *, qk_norm: bool = False, qkv_bias: str = "", o_bias: str = "", mlp_bias: str = ""
+) -> tuple[Module, ...]:
+    """Modules of the Llama lineage; every entry of the table that differs by a norm or a bias says so here."""
     attn, mlp = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp."
     modules = [
         Module("embed", "embed", "model.embed_tokens", ("vocab", "hidden")),
         Module("attn_norm", "norm", "model.layers.{layer}.input_layernorm", ("hidden",)),
-        Module("q", "q", attn + "q_proj", ("query", "hidden")),
-        Module("k", "k", attn + "k_proj", ("key_value", "hidden")),
-        Module("v", "v", attn + "v_proj", ("key_value", "hidden")),
-        Module("o", "o", attn + "o_proj", ("hidden", "query")),
+        Module("q", "q", attn + "q_proj", ("query", "hidden"), qkv_bias),
+        Module("k", "k", attn + "k_proj", ("key_value", "hidden"), qkv_bias),
+        Module("v", "v", attn + "v_proj", ("key_value", "hidden"), qkv_bias),
+        Module("o", "o", attn + "o_proj", ("hidden", "query"), o_bias),
         Module("ffn_norm", "norm", "model.layers.{layer}.post_attention_layernorm", ("hidden",)),
-        Module("gate", "gate", mlp + "gate_proj", ("intermediate", "hidden")),
-        Module("up", "up", mlp + "up_proj", ("intermediate", "hidden")),
-        Module("down", "down", mlp + "down_proj", ("hidden", "intermediate")),
+        Module("gate", "gate", mlp + "gate_proj", ("intermediate", "hidden"), mlp_bias),
+        Module("up", "up", mlp + "up_proj", ("intermediate", "hidden"), mlp_bias),
+        Module("down", "down", mlp + "down_proj", ("hidden", "intermediate"), mlp_bias),
         Module("final_norm", "norm", "model.norm", ("hidden",)),
         Module("head", "head", "lm_head", ("vocab", "hidden")),
     ]
@@ -293,7 +309,12 @@ def _llama(*, qk_norm: bool = False) -> tuple[Module, ...]:
 ARCHITECTURES: dict[str, Architecture] = {
     a.model_type: a
     for a in (
-        Architecture("llama", ("LlamaForCausalLM",), _llama(), cbk="CBK3"),
+        Architecture(
+            "llama",
+            ("LlamaForCausalLM",),
+            _llama(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+            cbk="CBK3",
+        ),
         Architecture(
             "mistral",
             ("MistralForCausalLM",),
@@ -305,7 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "qwen2",
             ("Qwen2ForCausalLM",),
-            _llama(),
+            _llama(qkv_bias="always"),
             {"sliding_window": 4096},
             windows=_switched,
             cbk="CBK3",
@@ -313,7 +334,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture(
             "qwen3",
             ("Qwen3ForCausalLM",),
-            _llama(qk_norm=True),
+            _llama(qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias"),
             {"head_dim": 128, "sliding_window": 4096},
             windows=_switched,
         ),

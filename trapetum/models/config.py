@@ -36,6 +36,8 @@ class ModelConfig:
         tensor that is there counts in any case (transformers since 5.0 does the same).
     windows : tuple of (int or None), one a layer
         Sliding window: a position sees itself and the ``window - 1`` before it.
+    attention_bias, mlp_bias : bool
+        Whether biases are promised; those that are there are used in any case.
     max_position_embeddings : int, optional
         Longest context; None where the file does not say.
     dtype : str, optional
@@ -55,6 +57,8 @@ class ModelConfig:
     rope: Rope
     tie_word_embeddings: bool | None
     windows: tuple[int | None, ...]
+    attention_bias: bool = False
+    mlp_bias: bool = False
     max_position_embeddings: int | None = None
     dtype: str | None = None
     bos_token_ids: tuple[int, ...] = ()
@@ -131,6 +135,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         rope=parse_rope(stated, head_dim),
         tie_word_embeddings=_flag(given, "tie_word_embeddings"),
         windows=windows,
+        attention_bias=bool(_flag(given, "attention_bias")),
+        mlp_bias=bool(_flag(given, "mlp_bias")),
         max_position_embeddings=_integer(given, "max_position_embeddings")
         if "max_position_embeddings" in given
         else None,

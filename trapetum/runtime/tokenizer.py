@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["TextStream", "Tokenizer", "generation_eos"]
 
 _UNFINISHED = "\ufffd"  # what a decoder gives for bytes that are not (yet) a whole character
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, hence tokens that one unfinished character can span
 
 
 class Tokenizer:
@@ -160,8 +159,10 @@ class Tokenizer:
 class TextStream:
     """Text of a growing sequence of tokens; the pieces together are the text of the whole.
 
-    A token may end inside a character, and decoders look at their neighbours (a leading space is dropped at
-    the start only), so each step decodes from a point that was already given out and takes what is new.
+    A token may end inside a character, and decoders look at their neighbours (a leading space is dropped at the start
+    only). So each step decodes from a token boundary at which the text was complete, and holds back what may still
+    change: the replacement characters at its end. (One case is beyond any stream: a decoder with byte fallback that
+    meets bytes that never become valid replaces whole characters before them, too.)
 
     Parameters
     ----------
@@ -177,7 +178,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._ids: list[int] = []
-        self._from, self._given = 0, 0  # decode from here; tokens before the second were given out
+        self._from, self._complete = 0, 0  # decode from the first; up to the second the text was complete
+        self._given = 0  # characters of the text from there that were given out
         self._held = ""  # decoded, but it may be the beginning of a stop string
 
     def push(self, token: int) -> str:
@@ -190,13 +192,14 @@ class TextStream:
         return self._emit(self._take(final=True), final=True)
 
     def _take(self, *, final: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._from : self._given])
-        after = self._tokenizer.decode(self._ids[self._from :])
-        waiting = len(self._ids) - self._given
-        if after.endswith(_UNFINISHED) and waiting < _LONGEST_CHARACTER and not final:
-            return ""
-        self._from, self._given = self._given, len(self._ids)
-        return after[len(before) :]
+        text = self._tokenizer.decode(self._ids[self._from :])
+        sure = len(text if final else text.rstrip(_UNFINISHED))
+        new = text[self._given : sure]
+        self._given = max(self._given, sure)
+        if sure == len(text):
+            self._from, self._complete = self._complete, len(self._ids)
+            self._given = len(self._tokenizer.decode(self._ids[self._from :]))
+        return new
 
     def _emit(self, text: str, *, final: bool) -> str:
         if self.stopped:
