@@ -7,8 +7,12 @@ family outside the table, a tensor without a counterpart, a rotation) is refused
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +22,7 @@ import numpy as np
 from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
 from trapetum.formats.gguf_names import FAMILIES, Family, hf_name, stored_row_order
+from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
 from trapetum.formats.strict_json import shown
 from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, matrix_shape
@@ -49,6 +54,8 @@ class GgufSource:
         self.path, self.files = path, files
         self.notes = [note for file in files for note in file.notes]
         self.metadata = files[0].metadata
+        self._folder: Path | None = None
+        self._remove: weakref.finalize[Any, Any] | None = None
         self._family = _family(path, self.metadata)
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
         factors = None
@@ -144,15 +151,30 @@ class GgufSource:
         file.release(info.name)
 
     def tokenizer_file(self) -> Path | None:
-        """None: the vocabulary is in the metadata."""
-        return None
+        """A tokenizer.json made from the metadata; None where that cannot be done (``notes`` say why)."""
+        return next((p for p in self.side_files() if p.name == "tokenizer.json"), None)
 
     def side_files(self) -> list[Path]:
-        """None travel with a GGUF."""
-        return []
+        """config.json and tokenizer files made from the metadata, in a temporary folder that lives until close."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="trapetum-gguf-"))
+            self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+            content = {"config.json": self.config, "tokenizer_config.json": tokenizer_config(self.metadata)}
+            tokenizer = tokenizer_json(self.metadata)
+            if isinstance(tokenizer, str):
+                self.notes.append(f"{self.path.name}: no tokenizer can be made of it: {tokenizer}")
+            else:
+                content["tokenizer.json"] = tokenizer
+            for name, value in content.items():
+                # Surrogates stand for bytes that are not UTF-8; escaped, they survive in JSON.
+                (self._folder / name).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        return sorted(self._folder.iterdir())
 
     def close(self) -> None:
-        """Close all files; tensors that were loaded stay valid."""
+        """Close all files and remove the temporary ones; tensors that were loaded stay valid."""
+        if self._remove is not None:
+            self._remove()
+            self._folder = self._remove = None
         for file in self.files:
             file.close()
 
