@@ -1,7 +1,8 @@
 """Per-row codebooks by near-exact one-dimensional k-means.
 
 A codebook belongs to one output row of a weight matrix; the search minimises the row's squared error, optionally
-weighted by the importance of each input. See ``kmeans_search`` for the method, ``kmeans_exact`` for the oracle.
+weighted by the importance of each input. See ``kmeans_search`` for the method and ``kmeans_exact`` for the oracle;
+docs/benchmarks.md has error and speed of the three efforts.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ _SETTINGS: dict[str, tuple[tuple[int, _Settings], ...]] = {
         (16, (128, 1024, 8, 2, 1, 8)),
         (32, (160, 1280, 8, 2, 1, 8)),
         (64, (192, 1536, 8, 1, 1, 8)),
-        (128, (0, 1024, 8, 1, 2, 3)),
+        (128, (256, 2048, 8, 1, 1, 3)),
         (256, (0, 2048, 4, 1, 1, 3)),
     ),
-    "high": ((64, (320, 4096, 32, 4, 4, 20)), (256, (0, 4096, 32, 4, 4, 20))),
+    "high": ((64, (320, 4096, 16, 4, 3, 20)), (256, (512, 4096, 16, 4, 3, 20))),
 }
 
 _IMPORTANCE_FLOOR = 0.01
+
+# Magnitude pattern p is worth float32_from_bits(p << shift) * power: float16's exponent bias is 112 less.
+_HALF_DECODING = {"bfloat16": (16, 1.0), "float16": (13, 2.0**112)}
 
 
 def _settings(codebook_size: int, effort: str) -> _Settings:
@@ -53,15 +57,13 @@ def _matrix(weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def _half_words(weight: NDArray[Any]) -> tuple[NDArray[np.uint16], int, float] | None:
-    """The 16-bit patterns of a matrix and how they decode (shift, power); None where the values need 32 bits."""
-    if weight.dtype == ml_dtypes.bfloat16:
-        return weight.view(np.uint16), 16, 1.0
-    if weight.dtype == np.float16:
-        return weight.view(np.uint16), 13, 2.0**112
+    """The 16-bit patterns of a matrix and their decoding (shift, power); None where values need 32 bits."""
+    if weight.dtype != np.float32:
+        return weight.view(np.uint16), *_HALF_DECODING[weight.dtype.name]
     words = weight.view(np.uint32)
     if not words.size or (words[:1] & 0xFFFF).any() or (words & 0xFFFF).any():
         return None
-    return (words >> 16).astype(np.uint16), 16, 1.0
+    return (words >> 16).astype(np.uint16), *_HALF_DECODING["bfloat16"]
 
 
 def _supported(weight: NDArray[Any]) -> NDArray[Any]:
@@ -93,8 +95,8 @@ def _importance(importance: NDArray[Any] | None, in_features: int) -> NDArray[np
     if peak == 0.0:
         return nothing
     h = h / peak
-    mean = h.mean()
-    return np.maximum(h / mean, _IMPORTANCE_FLOOR)
+    scaled: NDArray[np.float64] = np.maximum(h / h.mean(), _IMPORTANCE_FLOOR)
+    return scaled
 
 
 def fit_codebooks(
@@ -106,8 +108,8 @@ def fit_codebooks(
 ) -> tuple[NDArray[np.uint8], NDArray[Any]]:
     """Fit one codebook a row and code every weight with its row's nearest entry.
 
-    Runs on the calling thread without the GIL: callers split rows over threads. A row's result depends on nothing
-    but the row (and the options), so any split into blocks gives the same bytes.
+    Runs on the calling thread without the GIL: callers split rows over threads. A row's result depends on
+    nothing but the row and the options, so any split into blocks gives the same bytes.
 
     Parameters
     ----------
@@ -116,8 +118,9 @@ def fit_codebooks(
     codebook_size : int
         2 to 256.
     importance : ndarray, shape (in_features,), optional
-        Weight of each input's squared error, for example the mean squared activation. Values below 1 % of the mean
-        count as 1 % of the mean; all zero means uniform.
+        Weight of each input's squared error, for example the mean squared activation. Values below 1 % of the
+        mean count as 1 % of the mean, for an input that calibration never saw still matters; all zero means
+        uniform.
     effort : {"fast", "default", "high"}
         How near the optimum to go; figures in docs/benchmarks.md.
     wide : bool
@@ -128,8 +131,9 @@ def fit_codebooks(
     codes : ndarray of uint8, shape (rows, in_features)
         Nearest entry; of two equally near ones the lower index.
     codebook : ndarray of float16 or float32, shape (rows, codebook_size)
-        Ascending; unused entries at the end repeat the last used one. A row of at most ``codebook_size`` distinct
-        values is reproduced exactly. Zeros are +0.0.
+        Ascending; unused entries at the end repeat the last used one. A row of at most ``codebook_size``
+        distinct values is reproduced exactly (by float16 where :func:`needs_wide_codebook` says False). Zeros
+        are +0.0.
 
     Raises
     ------
@@ -182,10 +186,10 @@ def _sorted_rows(
 def needs_wide_codebook(weight: NDArray[Any], codebook_size: int) -> bool:
     """Whether any row needs a float32 codebook, a pure function of the rows.
 
-    A row does when a value overflows float16 (above 65504); when it has at most ``codebook_size`` distinct values and
-    float16 cannot hold one of them exactly; when its largest magnitude is below 2**-14, the smallest normal float16,
-    and not zero; or when all its values have one sign and spread over less than ``codebook_size / 256`` of the
-    largest magnitude (entries would then lie closer than about four float16 steps).
+    A row does when a value overflows float16 (above 65504); when it has at most ``codebook_size`` distinct values
+    and float16 cannot hold one of them exactly; when its largest magnitude is below 2**-14, the smallest normal
+    float16, and not zero; or when all its values have one sign and spread over less than ``codebook_size / 256``
+    of the largest magnitude (entries would then lie closer than about four float16 steps).
 
     Parameters
     ----------
@@ -204,7 +208,7 @@ def needs_wide_codebook(weight: NDArray[Any], codebook_size: int) -> bool:
     >>> needs_wide_codebook(np.full((1, 4), 0.5, np.float32), 16)
     False
     """
-    from trapetum.quantize.kmeans_rows import rows_need_wide
+    from trapetum.quantize.kmeans_stored import rows_need_wide
 
     _settings(codebook_size, "default")
     weight = _supported(weight)
@@ -212,16 +216,16 @@ def needs_wide_codebook(weight: NDArray[Any], codebook_size: int) -> bool:
         return False
     if weight.dtype == np.float32:
         return bool(rows_need_wide(weight.view(np.uint32), 0, 1.0, codebook_size))
-    bits, shift, power = _half_words(weight) or (weight.view(np.uint16), 0, 1.0)
-    return bool(rows_need_wide(bits, shift, power, codebook_size))
+    shift, power = _HALF_DECODING[weight.dtype.name]
+    return bool(rows_need_wide(weight.view(np.uint16), shift, power, codebook_size))
 
 
 def relative_error(
     weight: NDArray[Any], codes: NDArray[np.uint8], codebook: NDArray[Any]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Squared error and sum of squares of each row; relative error is ``sum(sse) / sum(squares)``.
+    """Squared error and sum of squares of each row; the relative error is ``sum(sse) / sum(squares)``.
 
-    Kept by row so that the sum over a tensor, taken in row order, does not depend on how rows were split in blocks.
+    Kept by row, so that the sum over a tensor, taken in row order, does not depend on the split into blocks.
 
     Parameters
     ----------
@@ -241,7 +245,7 @@ def relative_error(
     >>> sse.tolist(), squares.tolist()
     ([1.0], [25.0])
     """
-    from trapetum.quantize.kmeans_rows import row_errors
+    from trapetum.quantize.kmeans_stored import row_errors
 
     weight = _supported(weight)
     if weight.dtype == ml_dtypes.bfloat16:

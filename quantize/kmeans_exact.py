@@ -1,13 +1,13 @@
 """Exact one-dimensional k-means by dynamic programming: the oracle that the fast search is measured against.
 
-Sort the values; a cluster is then an interval, and with prefix sums of (w, w*x, w*x*x) the cost of any interval is
-three subtractions and a division. ``F_k(j) = min_i F_{k-1}(i) + cost(i, j)`` has monotone minimisers, so divide and
-conquer needs O(K m log m) evaluations for m distinct values. About 4 to 8 million weights a second: an oracle, not an
-engine.
+Sort the values; a cluster is then an interval, and with prefix sums of (w, w*x, w*x*x) the cost of any interval
+is three subtractions and a division. ``F_k(j) = min_i F_{k-1}(i) + cost(i, j)`` has monotone minimisers, so divide
+and conquer needs O(K m log m) evaluations for m distinct values: an oracle, not an engine.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def optimal_codebook(
     sse : float
         Weighted sum of squared errors, summed over the values (no cancellation).
 
-    Source: H. Wang, M. Song, "Ckmeans.1d.dp" (R Journal 3/2, 2011) for the recurrence; divide and conquer is textbook.
+    Source: H. Wang, M. Song, "Ckmeans.1d.dp", R Journal 3/2 (2011), for the recurrence.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def optimal_codebook(
     bounds = edges[::-1]
     centroids = np.empty(codebook_size)
     sse = 0.0
-    for k, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for k, (a, b) in enumerate(pairwise(bounds)):
         c = np.average(u[a:b], weights=w[a:b])
         centroids[k] = c
         sse += float((w[a:b] * (u[a:b] - c) ** 2).sum())

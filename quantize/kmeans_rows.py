@@ -3,59 +3,45 @@
 Two ways to the ascending distinct values of a row, both keep all information:
 
 * *16-bit* inputs (bfloat16, float16): count every bit pattern in a table of 65,536; only the patterns between the
-  row's smallest and largest magnitude are visited. A bfloat16 row of 4,096 weights has about 1,400 distinct values in
-  some 15 binades. Codes then come from a table of labels by bit pattern.
+  row's smallest and largest magnitude are visited. A bfloat16 row of 4,096 weights has about 1,400 distinct values
+  in some 15 binades. Codes then come from a table of labels by bit pattern.
 * *32-bit* inputs arrive sorted; codes come from a branch-free binary search.
 
-A row is mirrored when its largest magnitude is negative (and, where both ends agree, by the next values inwards), so
-that W and -W see the very same numbers and end with mirrored codebooks and equal errors.
+A row whose positive side weighs more at the largest magnitude where its two signs differ is mirrored before the
+search, so that W and -W see the very same numbers and end with mirrored codebooks and equal errors.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
-from trapetum.quantize.kmeans_search import (
-    LANES,
-    SEARCH_VERSION,
-    compand,
-    fill_up,
-    polish,
-    refine,
-    solve_groups,
-)
+from trapetum.quantize.kmeans_search import LANES, compand, fill_up, polish, refine, solve_groups
+from trapetum.quantize.kmeans_stored import round_stored
 
 __all__ = ["fit_rows_16", "fit_rows_32"]
 
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
+U: Any = np.uint64
 
 _PATTERNS = 65536
 _SIGN = 32768
-_VERSION = SEARCH_VERSION
 
-
-@jit(error_model="numpy")
-def _round_stored(c: float, half: bool) -> float:
-    """Nearest float16 (``half``) or float32; beyond float16's range the result overflows there, not here."""
-    if not half:
-        return np.float64(np.float32(c))
-    if abs(c) < 6.103515625e-05:  # below 2**-14 float16 is a grid of 2**-24
-        big = 1.5 * 2.0**28
-        return (c + big) - big
-    t = c * (2.0**42 + 1.0)  # Veltkamp: the upper 11 of 53 bits, rounded to nearest
-    return t - (t - c)
+# Hash of kmeans_search.py and kmeans_stored.py (a test holds it). numba's disk cache looks at this file only: what is
+# compiled in from the others would go stale if a change there did not change this line.
+_COMPILED_IN = "6311cfa822baa017"
 
 
 @jit(error_model="numpy")
 def _search(
     m: int, k: int, params: Any, x: F64, sums: F64, centroids: F64, borders: I32, edges: I32, s: Any
 ) -> None:
-    """Borders and centroids of the m > k values ``x``; ``s`` is the tuple of scratch arrays of ``_scratch``."""
+    """Borders and centroids of the m > k values ``x``; ``s`` is the inner tuple of ``_scratch``."""
     pw, px, pxx = sums[0], sums[1], sums[2]
     cube, table, layers, gathered, reach, shifts, moments, sides, costs, score, fine, fsums = s
     groups, subgroups, window, stride, rounds, steps = params
@@ -69,19 +55,19 @@ def _search(
     fw, fx, fxx = pw, px, pxx
     if nf < m:
         fw, fx, fxx = fsums[0], fsums[1], fsums[2]
-        for j in range(nf + 1):
-            p = fine[j]
+        for j in range(U(nf + 1)):
+            p = U(fine[j])
             fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
     if groups > 0:
         solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, reach, borders)
     else:
         for b in range(k + 1):
             borders[b] = edges[b]
+    # With few values a cluster each of them matters: look twice as far (K = 256 on 512 float32: 18 -> 9 % excess).
+    candidates = 2 * window if nf < 4 * k else window
     step = stride
-    # With few values a cluster, each of them matters: twice the candidates (K = 256 on 512 float32: 18 -> 9 % excess).
-    reach_out = 2 * window if nf < 4 * k else window
     for _ in range(rounds):
-        refine(k, reach_out, step, fw, fx, fxx, shifts, moments, sides, costs, score, borders)
+        refine(k, candidates, step, fw, fx, fxx, shifts, moments, sides, costs, score, borders)
         step = max(1, step // 2)
     for b in range(k + 1):
         borders[b] = fine[borders[b]]
@@ -90,25 +76,32 @@ def _search(
 
 @jit(error_model="numpy")
 def _store(
-    k: int, centroids: F64, unit: float, origin: float, half: bool, mirrored: bool, codebook: F64, middles: F64
+    k: int,
+    centroids: F64,
+    unit: float,
+    origin: float,
+    half: bool,
+    mirrored: bool,
+    codebook: F64,
+    middles: F64,
 ) -> int:
     """Round k ascending centroids into ``codebook`` (ascending, true sign) and put their middles in ``middles``.
 
-    Returns the number of distinct entries; the rest repeats the last one and has an infinite middle. A value belongs
-    to the first entry whose middle is not below it: the nearest, and of two equally near ones the lower.
+    Returns the number of distinct entries; the rest repeats the last one and has an infinite middle. A value
+    belongs to the first entry whose middle is not below it: the nearest, and of two equally near ones the lower.
     """
     used = 0
     for b in range(k):
         c = centroids[k - 1 - b] if mirrored else centroids[b]
         c = c * unit + origin
-        c = _round_stored(-c if mirrored else c, half) + 0.0  # + 0.0: no negative zero
+        c = round_stored(-c if mirrored else c, half) + 0.0  # + 0.0: no negative zero
         if used == 0 or c > codebook[used - 1]:
             codebook[used] = c
             used += 1
-    codebook[used:] = codebook[used - 1]
-    middles[used - 1 :] = np.inf
-    for b in range(used - 1):
-        middles[b] = 0.5 * codebook[b] + 0.5 * codebook[b + 1]
+    for b in range(used, codebook.size):
+        codebook[b] = codebook[used - 1]
+    for b in range(middles.size):
+        middles[b] = 0.5 * codebook[b] + 0.5 * codebook[b + 1] if b + 1 < used else np.inf
     return used
 
 
@@ -117,7 +110,7 @@ def _prefix(m: int, values: F64, weights: F64, x: F64, sums: F64) -> tuple[float
     """Scaled values and their prefix sums; returns (unit, origin) with value = x * unit + origin.
 
     A row of one sign is measured from its end nearest to zero, so that a large offset does not cancel; the unit is
-    a power of two, so scaling is exact and float32 costs neither overflow nor underflow.
+    a power of two, so scaling is exact and the float32 costs of the search do not overflow.
     """
     origin = values[0] if values[0] > 0.0 else (values[m - 1] if values[m - 1] < 0.0 else 0.0)
     span = max(values[m - 1] - origin, origin - values[0])
@@ -132,22 +125,30 @@ def _prefix(m: int, values: F64, weights: F64, x: F64, sums: F64) -> tuple[float
     sxx = 0.0
     pw, px, pxx = sums[0], sums[1], sums[2]
     pw[0] = px[0] = pxx[0] = 0.0
-    for j in range(m):
+    for j in range(U(m)):
         u = (values[j] - origin) * inverse
         w = weights[j]
         x[j] = u
         sw += w
         sx += w * u
         sxx += w * u * u
-        pw[j + 1] = sw
-        px[j + 1] = sx
-        pxx[j + 1] = sxx
+        pw[j + U(1)] = sw
+        px[j + U(1)] = sx
+        pxx[j + U(1)] = sxx
     return unit, origin
 
 
 @jit(error_model="numpy")
 def _fit_distinct(
-    m: int, params: Any, values: F64, weights: F64, half: bool, mirrored: bool, codebook: F64, middles: F64, s: Any
+    m: int,
+    params: Any,
+    values: F64,
+    weights: F64,
+    half: bool,
+    mirrored: bool,
+    codebook: F64,
+    middles: F64,
+    s: Any,
 ) -> int:
     """Codebook and middles of m distinct values; returns the number of entries in use."""
     k = codebook.size
@@ -173,7 +174,7 @@ def _scratch(k: int, params: Any, capacity: int) -> Any:
         np.empty((3, k + 1), np.float64),
         np.empty((3, k), np.float64),
         np.empty((6, window, k), np.float32),
-        np.empty((window, window, k), np.float32),
+        np.empty((window, window, k + 16), np.float32),
         np.empty((k, window), np.float32),
         np.empty(capacity + k + 2, np.int32),
         np.empty((3, capacity + k + 2), np.float64),
@@ -268,30 +269,33 @@ def fit_rows_16(
         below = histogram[low:top] if mirrored else histogram[_SIGN + low : _SIGN + top]
         above = histogram[_SIGN + low : _SIGN + top] if mirrored else histogram[low:top]
         # Ascending values: magnitudes downwards on one side, zero, magnitudes upwards on the other.
-        size = np.uint32(below.size)
-        first = np.uint32(low)
-        end = np.uint32(0)
-        for i in range(size):
-            q = np.uint32(size - np.uint32(1) - i)
-            words[end] = (q + first) << shift
-            weights[end] = below[q]
-            end += np.uint32(below[q] > 0.0)
+        low_word = np.uint32(low << shift)
+        step = np.uint32(1 << shift)
+        word = low_word + step * np.uint32(top - low)
+        end = U(0)
+        for q in range(top - low - 1, -1, -1):
+            word -= step
+            words[end] = word
+            weights[end] = below[U(q)]
+            end += U(below[U(q)] > 0.0)
         zero = end
         words[end] = 0
         weights[end] = histogram[0] + histogram[_SIGN]
-        end += np.uint32(weights[end] > 0.0)
-        for q in range(size):
-            words[end] = (np.uint32(q) + first) << shift
+        end += U(weights[end] > 0.0)
+        word = low_word
+        for q in range(U(top - low)):
+            words[end] = word
             weights[end] = above[q]
-            end += np.uint32(above[q] > 0.0)
-        below[:] = 0.0
-        above[:] = 0.0
+            end += U(above[q] > 0.0)
+            word += step
+        for q in range(U(top - low)):
+            below[q] = above[q] = 0.0
         histogram[0] = histogram[_SIGN] = 0.0
-        m = int(end)
         for j in range(zero):
             values[j] = -power * np.float64(singles[j])
         for j in range(zero, end):
             values[j] = power * np.float64(singles[j])
+        m = np.int64(end)
         _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles, s)
         # Label the patterns, in true ascending order.
         code = 0
@@ -299,14 +303,14 @@ def fit_rows_16(
             for j in range(m - 1, -1, -1):
                 while -values[j] > middles[code]:
                     code += 1
-                table[(words[j] >> shift) | np.uint32(0 if j < zero else _SIGN)] = code
+                table[(words[j] >> shift) | np.uint32(0 if U(j) < zero else _SIGN)] = code
         else:
-            for j in range(m):
+            for j in range(end):
                 while values[j] > middles[code]:
                     code += 1
                 table[(words[j] >> shift) | np.uint32(_SIGN if j < zero else 0)] = code
         # Zero comes in two patterns, whichever of them was written.
-        if m > zero and words[zero] == 0:
+        if end > zero and words[zero] == 0:
             label = table[_SIGN if mirrored else 0]
             table[0] = label
             table[_SIGN] = label
@@ -349,16 +353,26 @@ def fit_rows_32(
     for r in range(rows):
         m = 0
         previous = np.float32(np.nan)
+        zero = -1
+        zeros = 0.0  # the two zeros are summed apart, then added: the order of additions of the 16-bit way
+        negatives = 0.0
         for i in range(n):
             v = ordered[r, i]
             w = importance[order[r, i]] if weighted else 1.0
-            if v == previous:
-                weights[m - 1] += w
-            else:
+            if v != previous:
+                zero = m if v == 0.0 else zero
                 values[m] = v
-                weights[m] = w
+                weights[m] = 0.0
                 m += 1
                 previous = v
+            weights[m - 1] += w
+            if v == 0.0:
+                positive = math.copysign(1.0, v) > 0.0
+                zeros += w if positive else 0.0
+                negatives += 0.0 if positive else w
+        if zero >= 0:
+            values[zero] = 0.0
+            weights[zero] = zeros + negatives
         mirrored = False
         for j in range(m):
             a, b = -values[j], values[m - 1 - j]
@@ -368,12 +382,11 @@ def fit_rows_32(
         if mirrored:
             values[:m] = -values[:m][::-1].copy()
             weights[:m] = weights[:m][::-1].copy()
-        used = _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles[:k], s)
+        used = _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles, s)
         # Binary search for the first middle that is not below the value: no branches on the data.
         span = 1
         while span < used:
             span *= 2
-        middles[used - 1 :] = np.inf
         for i in range(n):
             v = np.float64(rows_values[r, i])
             code = 0
@@ -382,90 +395,3 @@ def fit_rows_32(
                 code += step if v > middles[code + step - 1] else 0
                 step >>= 1
             codes[r, i] = code
-
-
-@jit(error_model="numpy")
-def rows_need_wide(bits: Any, shift: int, power: float, k: int) -> bool:
-    """Whether any row of bit patterns (uint16 or uint32) needs a float32 codebook; rule in ``kmeans.py``."""
-    rows, n = bits.shape
-    seen = np.empty(1024, np.int64)
-    word = np.empty(1, np.uint32)
-    single = word.view(np.float32)
-    sign = np.int64(_SIGN) if bits.itemsize == 2 else np.int64(1) << 31
-    for r in range(rows):
-        row = bits[r]
-        top = np.int64(0)
-        low = sign
-        both = np.int64(-1)
-        either = np.int64(0)
-        for i in range(n):
-            b = np.int64(row[i])
-            magnitude = b & (sign - 1)
-            top = max(top, magnitude)
-            low = min(low, magnitude)
-            both &= b
-            either |= b
-        word[0] = top << shift
-        largest = np.float64(single[0]) * power
-        word[0] = low << shift
-        smallest = np.float64(single[0]) * power
-        if largest > 65504.0 or 0.0 < largest < 6.103515625e-05:
-            return True
-        one_sign = (both & sign) == (either & sign)
-        if one_sign and smallest < largest and largest - smallest < k * largest / 256.0:
-            return True
-        # At most K distinct values, one of them no float16?
-        seen[:] = -1
-        distinct = 0
-        exact = True
-        for i in range(n):
-            b = np.int64(row[i])
-            if b == sign:
-                b = np.int64(0)
-            slot = (b * 40503 >> 4) & 1023
-            while seen[slot] >= 0 and seen[slot] != b:
-                slot = (slot + 1) & 1023
-            if seen[slot] == b:
-                continue
-            seen[slot] = b
-            distinct += 1
-            if distinct > k:
-                break
-            word[0] = (b & (sign - 1)) << shift
-            v = np.float64(single[0]) * power
-            exact &= _round_stored(v, True) == v
-        if distinct <= k and not exact:
-            return True
-    return False
-
-
-@jit(error_model="numpy")
-def row_errors(
-    weight: NDArray[np.float32], codes: NDArray[np.uint8], codebook: NDArray[np.float32], out: F64
-) -> None:
-    """``out[0, r]`` = squared error of row r, ``out[1, r]`` = its sum of squares; eight fixed partial sums a row."""
-    rows, n = weight.shape
-    error = np.empty(8, np.float64)
-    power = np.empty(8, np.float64)
-    for r in range(rows):
-        error[:] = 0.0
-        power[:] = 0.0
-        table = codebook[r]
-        for start in range(0, n - 7, 8):
-            for lane in range(8):
-                v = np.float64(weight[r, start + lane])
-                d = v - np.float64(table[codes[r, start + lane]])
-                error[lane] += d * d
-                power[lane] += v * v
-        for i in range(n - n % 8, n):
-            v = np.float64(weight[r, i])
-            d = v - np.float64(table[codes[r, i]])
-            error[i % 8] += d * d
-            power[i % 8] += v * v
-        a = 0.0
-        b = 0.0
-        for lane in range(8):
-            a += error[lane]
-            b += power[lane]
-        out[0, r] = a
-        out[1, r] = b

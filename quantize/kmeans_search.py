@@ -4,14 +4,15 @@ Input is a row as ``m`` ascending distinct values ``x`` with their weights, give
 (length m + 1) of w, w*x and w*x*x: the squared error of any interval costs three subtractions and a division. The
 result is ``borders`` (length K + 1): cluster k holds the values [borders[k], borders[k + 1]).
 
-1. *Group* the values into at most M intervals whose borders follow the density to the power 1/3 (the companding law of
-   Panter and Dite: where an optimal quantizer puts its levels) mixed with equal mass.
-2. *Solve* k-means over the groups exactly: a table of all interval costs, then K rounds of
-   ``F_k(j) = min_i F_{k-1}(i) + cost(i, j)``. Float32, full scan, no divide and conquer: the inner loop is an add and a
-   minimum over contiguous memory, so SIMD makes it faster than the asymptotically better methods at M of about 100.
-3. *Refine*: let every border choose among a window of finer candidates around its place, again all of them at once by
-   dynamic programming (K * window**2 evaluations). This moves borders jointly, which Lloyd's steps cannot.
-4. *Polish* with Lloyd steps; borders only walk, so a step costs O(K).
+1. *Group* the values into at most M intervals of equal measure, density to the power 1/3 (the companding law of
+   Panter and Dite: where an optimal quantizer puts its levels; every outlier keeps a group of its own).
+2. *Solve* k-means over the groups exactly: a table of interval costs, then K rounds of
+   ``F_k(j) = min_i F_{k-1}(i) + cost(i, j)``. Float32 and a plain scan, pruned by an upper bound: the inner loop
+   is an addition and a minimum over contiguous memory, so SIMD beats the asymptotically better methods here.
+3. *Refine*: let every border choose among a window of finer candidates around its place, again all of them at
+   once by dynamic programming. This moves borders jointly, which Lloyd's steps cannot (from 17 to 4 % excess at
+   K = 256). At K = 256 and default effort this starts from the companding law directly.
+4. *Polish* with Lloyd steps on all values; borders only walk, so a step costs O(K).
 
 Plain IEEE arithmetic without libm calls: the result does not depend on the CPU or on the thread.
 """
@@ -25,19 +26,17 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
 
-__all__ = ["LANES", "SEARCH_VERSION", "compand", "fill_up", "polish", "refine", "solve_groups"]
+__all__ = ["LANES", "compand", "fill_up", "polish", "refine", "solve_groups"]
 
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
-
-# numba's disk cache of a caller does not see a change in this file; callers name this constant in their code.
-SEARCH_VERSION = 1
+U: Any = np.uint64
 
 LANES = 8  # groups are padded to a multiple, so the inner loop has no scalar remainder
 
 
 @jit(error_model="numpy")
-def _capped_total(count: int, cube: Any, cap: Any) -> float:
+def _capped_total(count: int, cube: Any, cap: Any) -> Any:
     """Sum of ``min(cube, cap)``; four fixed partial sums, for the latency of one addition is four cycles."""
     a = np.float32(0.0)
     b = np.float32(0.0)
@@ -56,7 +55,7 @@ def _capped_total(count: int, cube: Any, cap: Any) -> float:
 
 @jit(error_model="numpy")
 def _cap(count: int, cube: Any, parts: int) -> Any:
-    """The cap that makes the capped measure of all gaps about ``parts`` caps: one border for one cap of measure."""
+    """The cap for which the capped measure of all gaps is about ``parts`` caps: one border for each cap."""
     cap = np.float32(np.inf)
     for _ in range(3):
         cap = _capped_total(count, cube, cap) / np.float32(parts)
@@ -66,49 +65,50 @@ def _cap(count: int, cube: Any, parts: int) -> Any:
 @jit(error_model="numpy")
 def compand(
     m: int, x: F64, pw: F64, parts: int, subparts: int, cube: Any, fine: I32, coarse: I32
-) -> tuple[int, int]:
+) -> tuple[Any, Any]:
     """Cut m values into about ``subparts`` intervals and these into at most ``parts``.
 
-    The measure of a gap between neighbours is (their weight * gap**2) ** (1/3), the integral of density ** (1/3). A gap
-    takes one border at most, whatever its measure: else an outlier's gap would eat the borders of the others.
+    The measure of a gap between neighbours is (their weight * gap**2) ** (1/3), the integral of density ** (1/3).
+    A gap takes one border at most, whatever its measure: else an outlier's gap would eat the borders of others.
 
     Returns the two counts; ``fine[0 .. nf]`` are indices of values, ``coarse[0 .. nc]`` indices of fine intervals.
     ``cube`` is float32 scratch of length m.
     """
     bits = cube.view(np.int32)
-    for j in range(m - 1):
-        gap = x[j + 1] - x[j]
-        cube[j] = np.float32((pw[j + 2] - pw[j]) * gap * gap)
-    for j in range(m - 1):  # cube root by dividing the exponent, 3 % off at most: this is only a placement
+    gaps = U(m - 1)
+    for j in range(gaps):
+        gap = x[j + U(1)] - x[j]
+        cube[j] = np.float32((pw[j + U(2)] - pw[j]) * gap * gap)
+    for j in range(gaps):  # cube root by dividing the exponent, 3 % off at most: this is only a placement
         bits[j] = bits[j] // np.int32(3) + np.int32(0x2A514067)
     cap = np.float32(1.0) / _cap(m - 1, cube, parts)
     subcap = np.float32(1.0) / _cap(m - 1, cube, subparts) if subparts < m else np.float32(np.inf)
     one = np.float32(1.0)
     fine[0] = coarse[0] = 0
-    nf = np.uint32(0)
-    nc = np.uint32(0)
+    nf = U(0)
+    nc = U(0)
     t = np.float32(0.0)
     u = np.float32(0.0)
-    last = np.uint32(parts - 1)
+    last = U(parts - 1)
     group = np.int32(0)
     subgroup = np.int32(0)
-    # Without branches, for where the borders fall cannot be predicted, and with one addition as the only chain.
-    for j in range(np.uint32(1), np.uint32(m)):
-        gap = cube[j - np.uint32(1)]
+    # Without branches, for where the borders fall cannot be predicted; one addition is the only chain of latency.
+    for j in range(U(1), U(m)):
+        gap = cube[j - U(1)]
         t += min(gap * cap, one)
         u += min(gap * subcap, one)
         g, h = np.int32(t), np.int32(u)
-        cut = np.uint32((g != group) & (nc < last))
+        cut = U((g != group) & (nc < last))
         group = g
-        subcut = np.uint32(h != subgroup) | cut
+        subcut = U(h != subgroup) | cut
         subgroup = h
-        fine[nf + np.uint32(1)] = j  # stays if it is a border, else the next one takes its place
+        fine[nf + U(1)] = j  # stays if it is a border, else the next one takes its place
         nf += subcut
-        coarse[nc + np.uint32(1)] = nf
+        coarse[nc + U(1)] = nf
         nc += cut
-    nf += np.uint32(1)
+    nf += U(1)
     fine[nf] = m
-    nc += np.uint32(1)
+    nc += U(1)
     coarse[nc] = nf
     return np.int64(nf), np.int64(nc)
 
@@ -146,161 +146,166 @@ def solve_groups(
 ) -> None:
     """Optimal k intervals over the groups ``edges[0 .. groups]``; k <= groups.
 
-    Exact pruning: cutting the groups into k equal runs gives an upper bound of the optimum, and no interval, and no
-    beginning of a solution, may cost more than that. On smooth densities this leaves about a fifth of the work.
+    Exact pruning: cutting the groups into k equal runs gives an upper bound of the optimum, and no interval and
+    no beginning of a solution may cost more than that. On smooth densities a fifth of the work remains.
 
-    ``table`` is float32 [groups, padded], ``layers`` float32 [k, padded], ``gathered`` float64 [3, padded], ``reach``
-    int32 [groups], with ``padded`` a multiple of LANES above ``groups``.
+    Scratch: ``table`` float32 [groups, padded], ``layers`` float32 [k, padded], ``gathered`` float64 [3, padded],
+    ``reach`` int32 [groups], with ``padded`` the next multiple of LANES above ``groups``.
     """
-    padded = (groups // LANES + 1) * LANES
+    # Indices are unsigned: with signed ones numba allows for negative indices, and that costs the SIMD form of the
+    # inner loops (7x at 128 groups). The loops start and end on multiples of LANES.
+    end, lanes, one = U(groups), U(LANES), U(1)
+    padded = (end // lanes + one) * lanes
     gw, gx, gxx = gathered[0], gathered[1], gathered[2]
     for j in range(padded):
-        e = edges[min(j, groups)]
+        e = U(edges[min(j, end)])
         gw[j] = pw[e]
         gx[j] = px[e]
         gxx[j] = pxx[e]
     bound = 0.0
-    for b in range(k):
-        i, j = b * groups // k, (b + 1) * groups // k
+    for b in range(U(k)):
+        i, j = b * end // U(k), (b + one) * end // U(k)
         dx = gx[j] - gx[i]
         bound += (gxx[j] - gxx[i]) - dx * dx / (gw[j] - gw[i])
-    bound *= 1.0 + 1e-5  # float32 rounds the costs below
+    bound = bound * (1.0 + 1e-5) + 1e-12 * gxx[end]  # what rounding may do to the costs below
     limit = np.float32(bound)
     infinity = np.float32(np.inf)
-    # The inner loops run over slices that start at zero: with an offset in the index numba must allow for negative
-    # indices, and that costs the SIMD form (7x at 128 groups).
-    far = 0
-    for i in range(groups):
-        far = max(far, i + 1)
-        while far < groups:
-            dx = gx[far + 1] - gx[i]
-            if (gxx[far + 1] - gxx[i]) - dx * dx / (gw[far + 1] - gw[i]) > bound:
-                break
-            far += 1
-        start = (i + 1) // LANES * LANES
-        stop = (far // LANES + 1) * LANES
-        reach[i] = stop
-        row = table[i, start:stop]
-        w, x, xx = gw[start:stop], gx[start:stop], gxx[start:stop]
+    far = U(0)
+    for i in range(end):
         w0, x0, xx0 = gw[i], gx[i], gxx[i]
-        for j in range(row.size):
-            dx = x[j] - x0
-            row[j] = np.float32((xx[j] - xx0) - dx * dx / (w[j] - w0))
-        for j in range(start, i + 1):
-            table[i, j] = infinity
-    layers[:k, :padded] = infinity
-    layers[0, : reach[0]] = table[0, : reach[0]]
-    for layer in range(1, k):
-        before = layers[layer - 1]
-        for i in range(layer, groups - (k - 1 - layer)):
+        far = max(far, i + one)
+        while far < end:
+            dx = gx[far + one] - x0
+            if (gxx[far + one] - xx0) - dx * dx / (gw[far + one] - w0) > bound:
+                break
+            far += one
+        start = (i + one) // lanes * lanes
+        stop = (far // lanes + one) * lanes
+        reach[i] = stop
+        row = table[i]
+        for j in range(start, stop):
+            dx = gx[j] - x0
+            row[j] = np.float32((gxx[j] - xx0) - dx * dx / (gw[j] - w0))
+        for j in range(start, i + one):
+            row[j] = infinity
+    for layer in range(U(k)):
+        for j in range(padded):
+            layers[layer, j] = infinity
+    for j in range(U(reach[0])):
+        layers[0, j] = table[0, j]
+    for layer in range(one, U(k)):
+        before, now = layers[layer - one], layers[layer]
+        for i in range(layer, end - (U(k) - one - layer)):
             base = before[i]
             if base > limit:
                 continue
-            start = (i + 1) // LANES * LANES
-            row = table[i, start : reach[i]]
-            now = layers[layer, start : reach[i]]
-            for j in range(row.size):
+            row = table[i]
+            for j in range((i + one) // lanes * lanes, U(reach[i])):
                 cost = base + row[j]
                 now[j] = cost if cost < now[j] else now[j]
-    j = groups
+    borders[0] = 0
     borders[k] = edges[groups]
+    to = groups
     for layer in range(k - 1, 0, -1):
         best = infinity
-        where = j - 1
-        before = layers[layer - 1]
-        for i in range(j - 1, layer - 1, -1):
-            if reach[i] <= j:
+        where = to - 1
+        for i in range(to - 1, layer - 1, -1):
+            if reach[i] <= to:
                 break
-            value = before[i] + table[i, j]
+            value = layers[layer - 1, i] + table[i, to]
             if value < best:
                 best = value
                 where = i
         borders[layer] = edges[where]
-        j = where
-    borders[0] = 0
+        to = where
 
 
 @jit(error_model="numpy")
 def refine(
-    k: int, window: int, stride: int, pw: F64, px: F64, pxx: F64, shifts: F64, sums: F64, sides: Any, costs: Any,
-    score: Any, borders: I32,
+    k: int,
+    window: int,
+    stride: int,
+    pw: F64,
+    px: F64,
+    pxx: F64,
+    shifts: F64,
+    sums: F64,
+    sides: Any,
+    costs: Any,
+    score: Any,
+    borders: I32,
 ) -> None:
     """Move every border to the best of ``window`` candidates, ``stride`` values apart, around it; all jointly.
 
     All costs are computed with the cluster as the innermost index, which makes SIMD loops of length k. Float32 holds
-    them well, for each cluster's sums are taken about its own present centroid: nothing cancels. Float64 with the
-    candidate innermost took 21 us a row at k = 256 and a window of 8, this takes 8.
+    them well, for each cluster's sums are taken about its own present centroid: nothing cancels.
 
-    Scratch: ``shifts`` float64 [3, k + 1] (change of the three sums from border to candidate), ``sums`` float64 [3, k],
-    ``sides`` float32 [6, window, k], ``costs`` float32 [window, window, k], ``score`` float32 [k, window].
+    Scratch: ``shifts`` float64 [3, k + 1] (change of the three sums from border to candidate), ``sums`` float64
+    [3, k], ``sides`` float32 [6, window, k], ``costs`` float32 [window, window, at least k], ``score`` float32
+    [k, window].
     """
     m = borders[k]
     half = window // 2
-    for b in range(k):
-        i, j = borders[b], borders[b + 1]
-        weight = pw[j] - pw[i]
-        mean = (px[j] - px[i]) / weight
-        sums[0, b] = weight
-        sums[1, b] = mean
-        sums[2, b] = (pxx[j] - pxx[i]) - mean * (px[j] - px[i])
+    clusters, one = U(k), U(1)
     weight, mean, error = sums[0], sums[1], sums[2]
+    for b in range(clusters):
+        i, j = U(borders[b]), U(borders[b + one])
+        weight[b] = pw[j] - pw[i]
+        mean[b] = (px[j] - px[i]) / weight[b]
+        error[b] = (pxx[j] - pxx[i]) - mean[b] * (px[j] - px[i])
+    sw, sx, sxx = shifts[0], shifts[1], shifts[2]
+    sw[0] = sx[0] = sxx[0] = sw[k] = sx[k] = sxx[k] = 0.0
     for c in range(window):
         offset = (c - half) * stride
-        sw, sx, sxx = shifts[0], shifts[1], shifts[2]
-        sw[0] = sx[0] = sxx[0] = sw[k] = sx[k] = sxx[k] = 0.0
         for b in range(1, k):
-            old = np.uint32(borders[b])
-            p = np.uint32(min(max(borders[b] + offset, b), m - (k - b)))
-            sw[b] = pw[p] - pw[old]
-            sx[b] = px[p] - px[old]
-            sxx[b] = pxx[p] - pxx[old]
+            old, new = U(borders[b]), U(min(max(borders[b] + offset, b), m - (k - b)))
+            sw[b] = pw[new] - pw[old]
+            sx[b] = px[new] - px[old]
+            sxx[b] = pxx[new] - pxx[old]
         lw, lx, lxx = sides[0, c], sides[1, c], sides[2, c]
-        for b in range(lw.size):
+        rw, rx, rxx = sides[3, c], sides[4, c], sides[5, c]
+        for b in range(clusters):
             t = sx[b] - mean[b] * sw[b]
             lw[b] = np.float32(sw[b])
             lx[b] = np.float32(t)
             lxx[b] = np.float32(sxx[b] - mean[b] * (sx[b] + t))
-        rw, rx, rxx = sides[3, c], sides[4, c], sides[5, c]
-        sw, sx, sxx = sw[1:], sx[1:], sxx[1:]
-        for b in range(rw.size):
-            t = sx[b] - mean[b] * sw[b]
-            rw[b] = np.float32(sw[b] + weight[b])
+        for b in range(clusters):
+            w, x, xx = sw[b + one], sx[b + one], sxx[b + one]
+            t = x - mean[b] * w
+            rw[b] = np.float32(w + weight[b])
             rx[b] = np.float32(t)
-            rxx[b] = np.float32((sxx[b] - mean[b] * (sx[b] + t)) + error[b])
+            rxx[b] = np.float32((xx - mean[b] * (x + t)) + error[b])
     infinity = np.float32(np.inf)
     zero = np.float32(0.0)
-    for i in range(window):
-        lw, lx, lxx = sides[0, i], sides[1, i], sides[2, i]
-        for c in range(window):
-            rw, rx, rxx = sides[3, c], sides[4, c], sides[5, c]
-            out = costs[c, i]
-            for b in range(out.size):
-                w = rw[b] - lw[b]
-                x = rx[b] - lx[b]
-                cost = (rxx[b] - lxx[b]) - x * x / w
-                out[b] = cost if w > zero else infinity
     for c in range(window):
+        rw, rx, rxx = sides[3, c], sides[4, c], sides[5, c]
+        for i in range(window):
+            lw, lx, lxx = sides[0, i], sides[1, i], sides[2, i]
+            out = costs[c, i]
+            for b in range(clusters):
+                dw = rw[b] - lw[b]
+                dx = rx[b] - lx[b]
+                cost = (rxx[b] - lxx[b]) - dx * dx / dw
+                out[b] = cost if dw > zero else infinity
         score[0, c] = costs[c, half, 0]
-    for b in range(1, k - 1):
-        before = score[b - 1]
-        now = score[b]
-        for c in range(window):
+    for b in range(one, clusters - one):
+        for c in range(U(window)):
             best = infinity
-            for i in range(window):
-                cost = before[i] + costs[c, i, b]
+            for i in range(U(window)):
+                cost = score[b - one, i] + costs[c, i, b]
                 best = cost if cost < best else best
-            now[c] = best
-    c = half  # the end of the last cluster does not move
+            score[b, c] = best
+    to = half  # the end of the last cluster does not move
     for b in range(k - 1, 0, -1):
-        best = infinity
+        least = infinity
         where = half
         for i in range(window):
-            cost = score[b - 1, i] + costs[c, i, b]
-            if cost < best:
-                best = cost
+            cost = score[b - 1, i] + costs[to, i, b]
+            if cost < least:
+                least = cost
                 where = i
-        c = where
-        borders[b] = min(max(borders[b] + (c - half) * stride, b), m - (k - b))
+        to = where
+        borders[b] = min(max(borders[b] + (to - half) * stride, b), m - (k - b))
 
 
 @jit(error_model="numpy")

@@ -1,7 +1,7 @@
 """Count NaN and infinite weights, for every float dtype a checkpoint may hold, at memory speed.
 
-A single NaN would poison a whole row's codebook, so the job looks before it searches. Works on the raw bits: a value
-is not finite when its exponent bits are all ones (float8_e4m3fn has no infinity and one NaN pattern a sign).
+A single NaN would poison a whole row's codebook, so the job looks before it searches. Works on the raw bits: a
+value is not finite when its exponent bits are all ones (float8_e4m3fn has no infinity, one NaN pattern a sign).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["count_nonfinite"]
 
-# dtype name -> (unsigned type of the bits, magnitude of infinity); larger magnitudes are NaN. None: see float8_e4m3fn.
+# dtype name -> (unsigned type of the bits, magnitude of infinity); larger magnitudes are NaN.
 _FORMATS: dict[str, tuple[Any, int]] = {
     "float64": (np.uint64, 0x7FF0_0000_0000_0000),
     "float32": (np.uint32, 0x7F80_0000),
