@@ -1,22 +1,24 @@
 """The table of schemes: what can be done with one tensor, and exactly how many bytes that takes.
 
-A *scheme* names a search and its parameters; a *layout* (``trapetum.tensors``) names how its result is stored. A scheme
-is a frozen dataclass with five members (see :class:`Scheme`), one entry in :data:`SCHEMES` and, where ``--bits`` or a
-recipe's ``bits`` should reach it, one entry in :data:`BITS`. Everything else (recipe, plan, job, artifact) works from
-that protocol: nothing else in the package asks which scheme it is dealing with.
+A scheme is a frozen dataclass with the members of :class:`~trapetum.quantize.scheme.Scheme`, one entry in
+:data:`SCHEMES` and one in :data:`NAMED`, the names that ``--scheme`` and recipes use; where ``--bits`` or a recipe's
+``bits`` should reach it, one entry in :data:`BITS`. Recipe, plan, job and artifact work from that protocol.
 
-==========  ==========  =========================================================================================
-scheme      layout      what it does
-==========  ==========  =========================================================================================
-``kmeans``  codebook    near-exact one-dimensional k-means, one codebook for each output row
-``keep``    dense       nothing: the stored values travel bit for bit
-==========  ==========  =========================================================================================
+================  ==========  ===================================================================================
+scheme            layout      what it does
+================  ==========  ===================================================================================
+``kmeans``        codebook    near-exact one-dimensional k-means, one codebook for each output row
+``ternary``       ternary     exact three- or four-level codes, one scale for each group of a row
+``gguf:TYPE``     blocks      the best blocks of a GGUF type that the search finds
+``asis``          (settled)   takes over what is ternary already; becomes one of the next two when it is looked at
+``asis-ternary``  ternary     codes and scales of weights that are ternary, without loss
+``keep``          dense       nothing: the stored values travel bit for bit
+================  ==========  ===================================================================================
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, cast
 
@@ -25,9 +27,26 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
+from trapetum.quantize.block_scheme import PREFIX, Blocks
+from trapetum.quantize.block_search import SEARCHES
+from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.quantize.ternary import Ternary
+from trapetum.quantize.ternary_intake import AsIs, TernaryAsIs
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
 
-__all__ = ["BITS", "EFFORTS", "SCHEMES", "KMeans", "Keep", "Scheme", "scheme_from_bits", "scheme_from_spec"]
+__all__ = [
+    "BITS",
+    "EFFORTS",
+    "NAMED",
+    "SCHEMES",
+    "KMeans",
+    "Keep",
+    "Options",
+    "Scheme",
+    "check_scheme_name",
+    "scheme_from_bits",
+    "scheme_from_spec",
+]
 
 EFFORTS = ("fast", "default", "high")
 
@@ -38,109 +57,6 @@ _KMEANS_RATES: dict[str, dict[int, float]] = {
     "default": {4: 65e6, 8: 35e6, 16: 38e6, 32: 22e6, 64: 8e6, 256: 62e6},
     "high": {4: 25e6, 8: 14e6, 16: 9.5e6, 32: 5.4e6, 64: 3.3e6, 256: 6e6},
 }
-
-
-@dataclass(frozen=True)
-class Scheme(ABC):
-    """What to do with one tensor.
-
-    Attributes
-    ----------
-    name : str
-        Key in :data:`SCHEMES`.
-    layout : str
-        Layout of the result, a key of ``trapetum.tensors.LAYOUTS``.
-    row_independent : bool
-        True where any block of rows gives the same bytes as the whole tensor: the job then works by row blocks.
-    """
-
-    name: ClassVar[str]
-    layout: ClassVar[str]
-    row_independent: ClassVar[bool] = True
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """A short name for tables, such as ``kmeans K=16``."""
-
-    def spec(self) -> dict[str, Any]:
-        """The scheme as JSON values: stored in the artifact, compared when a job resumes."""
-        return {"name": self.name, **{f.name: getattr(self, f.name) for f in fields(self)}}
-
-    @abstractmethod
-    def arrays(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Stored arrays (suffix -> dtype, shape) of a tensor, before any work; their bytes are exact.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            Logical shape of the tensor.
-        dtype : dtype
-            Stored dtype of the source.
-        wide : bool
-            Whether the tensor needs the wide variant, see :meth:`wide`.
-        """
-
-    def wide(self, block: NDArray[Any]) -> bool:
-        """Whether these rows need the wide variant of the layout; the job ORs the answers over a tensor's blocks.
-
-        Parameters
-        ----------
-        block : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
-        """
-        return False
-
-    @abstractmethod
-    def quantize(
-        self,
-        weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
-        *,
-        wide: bool = False,
-        seed: int = 0,
-    ) -> QuantizedTensor:
-        """Quantize rows.
-
-        Parameters
-        ----------
-        weight : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
-        importance : ndarray of float32, shape (in_features,), optional
-            Weight of each input in the squared error.
-        wide : bool
-            The tensor's answer of :meth:`wide`.
-        seed : int
-            Seed of this tensor; schemes without randomness ignore it.
-
-        Returns
-        -------
-        QuantizedTensor of shape (rows, in_features)
-        """
-
-    def errors(
-        self, weight: NDArray[Any], result: QuantizedTensor
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What was lost, row by row, so that a tensor's sum does not depend on how its rows were cut.
-
-        Parameters
-        ----------
-        weight : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
-        result : QuantizedTensor
-            What :meth:`quantize` made of it.
-
-        Returns
-        -------
-        squared_error, squares : ndarray of float64, shape (rows,)
-        """
-        wanted = weight.astype(np.float64)
-        lost = wanted - result.dequantize(slice(None))
-        return np.square(lost).sum(axis=1), np.square(wanted).sum(axis=1)
-
-    @property
-    @abstractmethod
-    def rate(self) -> float:
-        """Weights a second that one reference core does (see ``estimate``), for the prediction of time."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +94,7 @@ class KMeans(Scheme):
 
     def arrays(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    ) -> Arrays:
         """``codes`` (bit stream) and ``codebook`` (float16, float32 when wide)."""
         rows, in_features = matrix_shape(shape)
         bits = (self.codebook_size - 1).bit_length()
@@ -236,7 +152,7 @@ class Keep(Scheme):
 
     def arrays(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    ) -> Arrays:
         """One array, under the tensor's own name."""
         return {"": (np.dtype(dtype), tuple(shape))}
 
@@ -257,12 +173,60 @@ class Keep(Scheme):
         return 500e6
 
 
-SCHEMES: dict[str, type[Scheme]] = {c.name: c for c in (KMeans, Keep)}
+SCHEMES: dict[str, type[Scheme]] = {c.name: c for c in (KMeans, Ternary, Blocks, AsIs, TernaryAsIs, Keep)}
 
 # What "bits" means under each scheme: bits -> the parameters it stands for.
 BITS: dict[str, dict[int, dict[str, Any]]] = {
     KMeans.name: {b: {"codebook_size": 1 << b} for b in (2, 3, 4, 5, 6, 8)},
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a recipe says beside the name of a scheme; a scheme takes what concerns it.
+
+    Parameters
+    ----------
+    bits : int
+    effort : str
+    levels, group_size : int
+        Of ternary schemes.
+    """
+
+    bits: int = 4
+    effort: str = "default"
+    levels: int = 3
+    group_size: int = 128
+
+
+NAMED: dict[str, Callable[[Options], Scheme]] = {
+    KMeans.name: lambda o: scheme_from_bits(KMeans.name, o.bits, o.effort),
+    Ternary.name: lambda o: Ternary(o.levels, o.group_size),
+    AsIs.name: lambda o: AsIs(),
+    **{PREFIX + kind: lambda o, kind=kind: Blocks(kind) for kind in SEARCHES},  # type: ignore[misc]
+}
+"""What ``--scheme`` and the ``scheme`` of a recipe may say."""
+
+
+def check_scheme_name(text: str) -> str:
+    """``text`` if it is a key of :data:`NAMED`.
+
+    Raises
+    ------
+    ValueError
+        With the names that are allowed.
+
+    Examples
+    --------
+    >>> check_scheme_name("gguf:Q4_K")
+    'gguf:Q4_K'
+    """
+    if text not in NAMED:
+        plain = [n for n in NAMED if not n.startswith(PREFIX)]
+        raise ValueError(
+            f"is {text!r}; allowed: {', '.join(plain)}, {PREFIX}TYPE with TYPE one of {', '.join(SEARCHES)}"
+        )
+    return text
 
 
 def scheme_from_bits(name: str, bits: int, effort: str = "default") -> Scheme:
