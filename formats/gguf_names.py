@@ -27,18 +27,25 @@ class Family:
     model_type, hf_class : str
         What config.json says for it.
     interleaved : bool
-        Whether rows of q and k are stored interleaved.
+        Whether rows of q and k are stored interleaved; such a family also reads ``rope_freqs.weight``.
+    biases : frozenset of str
+        Modules whose bias engines read; a file with any other is refused by them.
     """
 
     model_type: str
     hf_class: str
     interleaved: bool
+    biases: frozenset[str]
+
+
+_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+_ALL_LINEAR = _QKV | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"}
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", "LlamaForCausalLM", True),  # Mistral too; its window is not stored
-    "qwen2": Family("qwen2", "Qwen2ForCausalLM", False),
-    "qwen3": Family("qwen3", "Qwen3ForCausalLM", False),
+    "llama": Family("llama", "LlamaForCausalLM", True, _ALL_LINEAR),  # Mistral too; its window is not stored
+    "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, _QKV),
+    "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, _QKV),
 }
 
 _MODULES: dict[str, str] = {

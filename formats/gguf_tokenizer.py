@@ -32,10 +32,29 @@ _WORDS = (
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
 
-def _split(pattern: str) -> list[dict[str, Any]]:
-    rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [rule, _BYTES]
+def _split(*patterns: str) -> list[dict[str, Any]]:
+    rules = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    return [*rules, _BYTES]
 
+
+# Tekken and GPT-4o split words by case; GPT-4o keeps an English contraction with its word.
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+%s|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*%s|\p{{N}}%s"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 _GPT2 = [{**_BYTES, "use_regex": True}]
 _DIGITS = [{"type": "Digits", "individual_digits": True}, *_GPT2]
@@ -46,7 +65,12 @@ PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "starcoder": (_DIGITS, False),
     "llama-bpe": (_split(_WORDS % "{1,3}"), True),
     "llama3": (_split(_WORDS % "{1,3}"), True),
+    "smaug-bpe": (_split(_WORDS % "{1,3}"), False),
     "qwen2": (_split(_WORDS % ""), False),
+    "qwen35": (_split(_MARKS), False),
+    "tekken": (_split(_CASED % ("", "", "")), True),
+    "gpt-4o": (_split(_CASED % (_CONTRACTION, _CONTRACTION, "{1,3}")), False),
+    "deepseek-v3": (_split(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK), False),
 }
 """``tokenizer.ggml.pre`` -> pre-tokenizers, and whether whole words in the vocabulary skip the merges."""
 

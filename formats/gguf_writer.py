@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -66,6 +65,16 @@ class _Entry:
     def info(self, offset: int) -> bytes:
         dims = struct.pack(f"<I{len(self.shape)}Q", len(self.shape), *self.shape[::-1])
         return encode_string(self.name) + dims + struct.pack("<IQ", self.type_id, offset)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    entries: list[_Entry]
+    header: bytes
+
+    def size(self, alignment: int) -> int:
+        return len(self.header) + sum(padded(e.nbytes, alignment) for e in self.entries)
 
 
 def split_names(path: Path, count: int) -> list[Path]:
@@ -216,6 +225,11 @@ class GgufWriter:
             raise ValueError(f"nbytes is needed for a tensor of type id {type}")
         self._entries[name] = _Entry(name, tuple(shape), type, nbytes)
 
+    def sizes(self) -> dict[Path, int]:
+        """The files that there will be, and their exact bytes; nothing is written."""
+        self._require(_State.PAIRS)
+        return {shard.path: shard.size(self.alignment) for shard in self._shards()}
+
     # ------------------------------------------------------------------ writing
     def begin(self) -> list[Path]:
         """Write the headers.
@@ -231,24 +245,19 @@ class GgufWriter:
             If a file cannot be written.
         """
         self._require(_State.PAIRS)
+        shards = self._shards()
         self._state = _State.DATA
-        entries = list(self._entries.values())
-        sizes = [padded(e.nbytes, self.alignment) for e in entries]
-        limit = self._max_shard_bytes if self._max_shard_bytes is not None else sum(sizes) + 1
-        shards = plan_shards(sizes, limit)
-        paths = split_names(self.path, len(shards))
-        for number, (path, shard) in enumerate(zip(paths, shards)):
-            part = [entries[i] for i in shard]
-            header = self._header(part, number, len(shards))
-            size = len(header) + sum(sizes[i] for i in shard)
+        for shard in shards:
             # Left in reverse order: the first file, which an engine is pointed at, gets its name last.
-            file = self._stack.enter_context(atomic_file(path, size=size, replace=self._replace))
-            file.write(header)
-            self._pending += [(file, entry) for entry in part]
+            file = self._stack.enter_context(
+                atomic_file(shard.path, size=shard.size(self.alignment), replace=self._replace)
+            )
+            file.write(shard.header)
+            self._pending += [(file, entry) for entry in shard.entries]
         self._pending.reverse()
         self._left = self._pending[-1][1].nbytes if self._pending else 0
         self._skip_empty()
-        return paths
+        return [shard.path for shard in shards]
 
     def write(self, name: str, data: NDArray[Any] | bytes) -> None:
         """Append data to the tensor whose turn it is.
@@ -302,8 +311,17 @@ class GgufWriter:
                 f"{self.path}: the writer is {self._state.value}; this call belongs to: {state.value}"
             )
 
-    def _header(self, entries: Iterable[_Entry], number: int, count: int) -> bytes:
-        entries = list(entries)
+    def _shards(self) -> list[_Shard]:
+        entries = list(self._entries.values())
+        sizes = [padded(e.nbytes, self.alignment) for e in entries]
+        limit = self._max_shard_bytes if self._max_shard_bytes is not None else sum(sizes) + 1
+        parts = [[entries[i] for i in part] for part in plan_shards(sizes, limit)]
+        return [
+            _Shard(path, part, self._header(part, number, len(parts)))
+            for number, (path, part) in enumerate(zip(split_names(self.path, len(parts)), parts))
+        ]
+
+    def _header(self, entries: list[_Entry], number: int, count: int) -> bytes:
         kv = dict(self._kv) if number == 0 else {k: v for k, v in self._kv.items() if k == ALIGNMENT_KEY}
         if count > 1:
             values = (number, count, len(self._entries))

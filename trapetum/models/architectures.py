@@ -129,6 +129,8 @@ class Architecture:
         Sliding window of each layer, from the config.
     cbk : str, optional
         Magic of the ``.cbk`` that can hold the family.
+    gguf : str, optional
+        The family's ``general.architecture`` in GGUF files (``formats.gguf_names``).
     num_layers : int, optional
         Set by :func:`resolve`; tensors of layers beyond it (extra prediction heads) are ``other``.
     any_architecture : bool
@@ -141,6 +143,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: Windows = _no_window
     cbk: str | None = None
+    gguf: str | None = None
     num_layers: int | None = None
     any_architecture: bool = False
 
@@ -314,6 +317,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             ("LlamaForCausalLM",),
             _llama(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
             cbk="CBK3",
+            gguf="llama",
         ),
         Architecture(
             "mistral",
@@ -322,6 +326,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"num_key_value_heads": 8, "sliding_window": 4096},
             windows=_every_layer,
             cbk="CBK3",
+            gguf="llama",
         ),
         Architecture(
             "qwen2",
@@ -330,6 +335,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             {"sliding_window": 4096},
             windows=_switched,
             cbk="CBK3",
+            gguf="qwen2",
         ),
         Architecture(
             "qwen3",
@@ -337,6 +343,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             _llama(qk_norm=True, qkv_bias="attention_bias", o_bias="attention_bias"),
             {"head_dim": 128, "sliding_window": 4096},
             windows=_switched,
+            gguf="qwen3",
         ),
     )
 }
