@@ -32,9 +32,10 @@ def measured(*arguments: str) -> dict[str, Any]:
 def main(model: str, text: str, out: str) -> None:
     """Press ``model`` into ``out``, measure it on ``text``, export it and let it speak."""
     start = time.perf_counter()
-    artifact, cbk = str(Path(out, "artifact")), str(Path(out, "model.cbk"))
+    artifact, folder = str(Path(out, "artifact")), str(Path(out, "cbk"))
+    cbk = str(Path(folder, "model.cbk"))
     trapetum("quantize", model, "--bits", "4", "-o", artifact, "--overwrite")
-    trapetum("export", artifact, "--format", "cbk", "-o", cbk, "--overwrite")
+    trapetum("export", artifact, "--format", "cbk", "-o", folder, "--overwrite")
     trapetum("verify", artifact, "--source", model)
     before = measured("perplexity", model, "--text", text)
     after = measured("perplexity", artifact, "--text", text)

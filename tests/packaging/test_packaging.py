@@ -73,12 +73,12 @@ def test_built_wheel_runs_from_another_folder(repository: Path, tmp_path: Path) 
     for arguments in (
         ["--version"],
         ["quantize", str(model), "-o", "artifact", "--bits", "4"],
-        ["export", "artifact", "--format", "cbk", "-o", "model.cbk"],
+        ["export", "artifact", "--format", "cbk", "-o", "cbk"],
         ["verify", "artifact", "--source", str(model)],
-        ["run", "model.cbk", "--prompt", "The old house", "-n", "4"],
+        ["run", "cbk/model.cbk", "--prompt", "The old house", "-n", "4"],
     ):
         done = subprocess.run(
             [str(binary / "trapetum"), *arguments], cwd=work, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-    assert (work / "model.cbk").stat().st_size > 1_000_000
+    assert (work / "cbk" / "model.cbk").stat().st_size > 1_000_000
