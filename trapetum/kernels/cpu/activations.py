@@ -1,0 +1,149 @@
+"""Activations as integers: int16 (15 bits) or int8, one float32 scale for 128 of them.
+
+The fused products multiply integers exactly and scale once a group, so their error is that of this rounding: relative
+to the output 5e-5 at 15 bits (1e-4 together with a 14-bit codebook), 6e-3 at 8 bits (4096 Gaussian inputs).
+Rows are padded with zeros to a multiple of ``GROUP``. A value that is not finite makes its group's scale NaN, and so
+every output; magnitudes below 1e-34 count as zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.jit import jit
+
+__all__ = [
+    "BYTE_LIMIT",
+    "GROUP",
+    "SPLIT_LIMIT",
+    "WORD_LIMIT",
+    "block_sums",
+    "padded",
+    "quad_sums",
+    "quantize",
+    "split",
+]
+
+GROUP = 128
+# 16 products of a lane, 8191 (14-bit codebook) x 16383, are 2,147,090,448 < 2**31: one int32 holds a group.
+WORD_LIMIT = 16383
+BYTE_LIMIT = 127
+SPLIT_LIMIT = 127 * 128  # the high plane of :func:`split` stays an int8
+
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_TINY, _HUGE = np.uint32(0x0504F6C7), np.uint32(0x7F800000)  # bits of 6.25e-36 and of infinity
+
+
+def padded(count: int) -> int:
+    """``count`` rounded up to whole groups.
+
+    Examples
+    --------
+    >>> padded(1), padded(256)
+    (128, 256)
+    """
+    return -(-count // GROUP) * GROUP
+
+
+@jit()
+def quantize(x: NDArray[np.float32], limit: int, q: NDArray[Any], scales: NDArray[np.float32]) -> None:
+    """Round every group to integers of at most ``limit``.
+
+    Parameters
+    ----------
+    x : ndarray of float32, shape (tokens, in_features)
+    limit : int
+        ``WORD_LIMIT``, ``BYTE_LIMIT`` or ``SPLIT_LIMIT``.
+    q : ndarray of int16 or int8, shape (tokens, padded(in_features))
+        Written: ``round(x / scale)``, zeros beyond ``in_features``.
+    scales : ndarray of float32, shape (tokens, padded(in_features) // GROUP)
+        Written.
+    """
+    count = x.shape[1]
+    largest = np.empty(1, np.uint32)  # compared as integers: a loop of float maxima does not vectorise
+    for m in range(x.shape[0]):
+        line, bits = x[m], x[m].view(np.uint32)
+        for g in range(scales.shape[1]):
+            start = g * GROUP
+            stop = min(start + GROUP, count)
+            top = np.uint32(0)
+            for b in bits[start:stop]:
+                top = max(top, b & _MAGNITUDE)
+            out = q[m, start : start + GROUP]
+            if _TINY < top < _HUGE:
+                largest[0] = top
+                magnitude = largest.view(np.float32)[0]
+                scales[m, g] = magnitude / np.float32(limit)
+                inverse = np.float32(limit) / magnitude
+                part = line[start:stop]
+                for i in range(part.shape[0]):
+                    out[i] = np.int32(np.rint(part[i] * inverse))
+                out[part.shape[0] :] = 0
+            else:
+                scales[m, g] = np.float32(0) if top <= _TINY else np.float32(np.nan)
+                out[:] = 0
+
+
+@jit()
+def block_sums(
+    q: NDArray[np.int16], scales: NDArray[np.float32], size: int, out: NDArray[np.float32]
+) -> None:
+    """``out[m, b] = scale * sum(q[m, b*size : (b+1)*size])``, what a constant in every weight of a block is worth.
+
+    Parameters
+    ----------
+    q : ndarray of int16, shape (tokens, padded)
+    scales : ndarray of float32, shape (tokens, padded // GROUP)
+    size : int
+        A divisor of ``GROUP``.
+    out : ndarray of float32, shape (tokens, padded // size)
+        Written.
+    """
+    for m in range(out.shape[0]):
+        for b in range(out.shape[1]):
+            total = np.int32(0)
+            for value in q[m, b * size : (b + 1) * size]:
+                total += np.int32(value)
+            out[m, b] = np.float32(total) * scales[m, b * size // GROUP]
+
+
+@jit()
+def quad_sums(q: NDArray[np.int8], size: int, out: NDArray[np.int32]) -> None:
+    """Minus the sums that ``simd.dot_bytes`` makes of weights that are all 1: where a code is the weight plus one.
+
+    Parameters
+    ----------
+    q : ndarray of int8, shape (tokens, padded)
+    size : int
+        32 or 128, inputs that share a weight scale.
+    out : ndarray of int32, shape (tokens, padded // size * 8)
+        Written: lane j of a block is the sum over its 32-byte vectors of bytes 4j .. 4j + 3, negated.
+    """
+    for m in range(out.shape[0]):
+        for at in range(out.shape[1]):
+            start = at // 8 * size + at % 8 * 4
+            total = np.int32(0)
+            for k in range(start, start + size, 32):
+                for i in range(4):
+                    total -= np.int32(q[m, k + i])
+            out[m, at] = total
+
+
+@jit()
+def split(q: NDArray[np.int16], high: NDArray[np.int8], low: NDArray[np.int8]) -> None:
+    """``q = 128 * high + low`` with ``low`` in -64 .. 63, for ``q`` within ``SPLIT_LIMIT``.
+
+    Parameters
+    ----------
+    q : ndarray of int16, shape (tokens, padded)
+    high, low : ndarray of int8, same shape
+        Written.
+    """
+    for m in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            h = (np.int32(q[m, i]) + 64) >> 7
+            high[m, i] = h
+            low[m, i] = np.int32(q[m, i]) - (h << 7)

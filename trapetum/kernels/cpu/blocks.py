@@ -1,0 +1,304 @@
+"""GGUF blocks against int16 activations: small integer codes, a scale for 32 or 16 of them, perhaps an offset.
+
+Prepared once at load, at the size of the file or, for most types, 3 % more:
+
+======== ======================= =================================================================================
+array    shape                   content
+======== ======================= =================================================================================
+codes    u8 [rows, group bytes]  128 inputs a group; see below
+d        u16 [rows, n]           float16 bits, as in the file
+steps    i8 [rows, blocks]       integer scale of a block, or no column: then every block has its own ``d``
+dmin     u16 [rows, n]           of the offset, or no column
+mins     i8 [rows, blocks]       integer offset of a block, or no column
+======== ======================= =================================================================================
+
+The weight is ``d * step * value(code) - dmin * min``, in float32 and in this order, as ggml computes it.
+
+====== ============ ===== ==================================================================== =====================
+kind   block        bytes codes of a group                                                     value
+====== ============ ===== ==================================================================== =====================
+TABLE  32           64    nibbles in the order of ``codebook16``                               int8 table of 16
+NIBBLE 32           64    likewise                                                             the code
+BYTE   32           128   int8                                                                 the code
+SIX    16           96    low nibbles as above, then 32 bytes: bits 2k of byte LANE[t] belong  code - 32
+                          to input 32k + t
+BYTE16 16           128   int8                                                                 the code
+====== ============ ===== ==================================================================== =====================
+
+The types of 5, 3 and 2 bits that are not worth a kernel of their own are held as bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.cpu import simd
+from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.jit import jit
+
+__all__ = [
+    "BYTE",
+    "BYTE16",
+    "NIBBLE",
+    "SIX",
+    "TABLE",
+    "block_size",
+    "decode_rows",
+    "group_bytes",
+    "multiply_rows",
+    "pack_top_bits",
+]
+
+SIMD = "ff21667899a5d84e"  # simd.fingerprint(): a new one makes numba compile this file again
+
+TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
+
+
+@jit()
+def group_bytes(kind: int) -> int:
+    """Bytes of the codes of 128 inputs."""
+    return 96 if kind == SIX else 64 if kind in (TABLE, NIBBLE) else 128
+
+
+@jit()
+def block_size(kind: int) -> int:
+    """Inputs that share a scale."""
+    return 16 if kind in (SIX, BYTE16) else 32
+
+
+@jit()
+def pack_top_bits(codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Third quarter of a SIX group: bits 4 and 5 of 128 codes in 32 bytes.
+
+    Parameters
+    ----------
+    codes : ndarray of uint8, shape (rows, padded)
+        Each below 64.
+    out : ndarray of uint8, shape (rows, groups, 96)
+        Its last 32 bytes are written.
+    """
+    for o in range(codes.shape[0]):
+        out[o, :, 64:] = 0
+        for i in range(codes.shape[1]):
+            t = i & 31
+            lane = (t & 7) | ((t & 8) << 1) | ((t & 16) >> 1)
+            out[o, i >> 7, 64 + lane] |= (codes[o, i] >> 4) << np.uint8((i >> 5 & 3) * 2)
+
+
+@jit()
+def _pair(kind: int, low: Any, high: Any, codes: Any) -> Any:
+    """int16 values of 32 codes below 64 in lane order, as two vectors in natural order."""
+    if kind == TABLE:
+        a, b = simd.look_up_bytes(low, codes), simd.look_up_bytes(high, codes)
+    else:
+        a, b = codes, simd.zero_bytes()
+    w0, w1 = simd.interleave_low(a, b), simd.interleave_high(a, b)
+    if kind == SIX:
+        middle = simd.splat_words(np.int16(-32))
+        w0, w1 = simd.add_words(w0, middle), simd.add_words(w1, middle)
+    return w0, w1
+
+
+@jit()
+def _words(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int) -> Any:
+    """int16 values of the 128 weights whose codes begin at byte ``at``."""
+    if kind in (BYTE, BYTE16):
+        return (
+            simd.load_signed_bytes(codes, at), simd.load_signed_bytes(codes, at + 16),
+            simd.load_signed_bytes(codes, at + 32), simd.load_signed_bytes(codes, at + 48),
+            simd.load_signed_bytes(codes, at + 64), simd.load_signed_bytes(codes, at + 80),
+            simd.load_signed_bytes(codes, at + 96), simd.load_signed_bytes(codes, at + 112),
+        )  # fmt: skip
+    nibble, four = simd.splat_bytes(15), simd.splat_bytes(4)
+    v = simd.load_bytes(codes, at)
+    c0, c1 = simd.and_bytes(v, nibble), simd.shift_right_bytes(v, four)
+    v = simd.load_bytes(codes, at + 32)
+    c2, c3 = simd.and_bytes(v, nibble), simd.shift_right_bytes(v, four)
+    if kind == SIX:
+        v, top, two = simd.load_bytes(codes, at + 64), simd.splat_bytes(48), simd.splat_bytes(2)
+        c0 = simd.or_bytes(c0, simd.and_bytes(simd.shift_left_bytes(v, four), top))
+        c1 = simd.or_bytes(c1, simd.and_bytes(simd.shift_left_bytes(v, two), top))
+        c2 = simd.or_bytes(c2, simd.and_bytes(v, top))
+        c3 = simd.or_bytes(c3, simd.and_bytes(simd.shift_right_bytes(v, two), top))
+    w0, w1 = _pair(kind, low, high, c0)
+    w2, w3 = _pair(kind, low, high, c1)
+    w4, w5 = _pair(kind, low, high, c2)
+    w6, w7 = _pair(kind, low, high, c3)
+    return w0, w1, w2, w3, w4, w5, w6, w7
+
+
+@jit()
+def _scale(scales: NDArray[np.float32], b: int) -> Any:
+    return simd.splat_floats(scales[b])
+
+
+@jit()
+def _madd(x: NDArray[np.int16], at: int, w: Any) -> Any:
+    return simd.multiply_add_words(simd.load_words(x, at), w)
+
+
+@jit()
+def _sum32(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
+    """Products of 128 weights in four blocks, scaled."""
+    part = simd.to_floats(simd.add_ints(_madd(x, at, w[0]), _madd(x, at + 16, w[1])))
+    total = simd.multiply_floats(part, _scale(scales, b))
+    part = simd.to_floats(simd.add_ints(_madd(x, at + 32, w[2]), _madd(x, at + 48, w[3])))
+    total = simd.fma(part, _scale(scales, b + 1), total)
+    part = simd.to_floats(simd.add_ints(_madd(x, at + 64, w[4]), _madd(x, at + 80, w[5])))
+    total = simd.fma(part, _scale(scales, b + 2), total)
+    part = simd.to_floats(simd.add_ints(_madd(x, at + 96, w[6]), _madd(x, at + 112, w[7])))
+    return simd.fma(part, _scale(scales, b + 3), total)
+
+
+@jit()
+def _sum16(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
+    """Products of 128 weights in eight blocks, scaled."""
+    total = simd.multiply_floats(simd.to_floats(_madd(x, at, w[0])), _scale(scales, b))
+    total = simd.fma(simd.to_floats(_madd(x, at + 16, w[1])), _scale(scales, b + 1), total)
+    total = simd.fma(simd.to_floats(_madd(x, at + 32, w[2])), _scale(scales, b + 2), total)
+    total = simd.fma(simd.to_floats(_madd(x, at + 48, w[3])), _scale(scales, b + 3), total)
+    total = simd.fma(simd.to_floats(_madd(x, at + 64, w[4])), _scale(scales, b + 4), total)
+    total = simd.fma(simd.to_floats(_madd(x, at + 80, w[5])), _scale(scales, b + 5), total)
+    total = simd.fma(simd.to_floats(_madd(x, at + 96, w[6])), _scale(scales, b + 6), total)
+    return simd.fma(simd.to_floats(_madd(x, at + 112, w[7])), _scale(scales, b + 7), total)
+
+
+@jit()
+def _row_scales(
+    d: NDArray[np.uint16], steps: NDArray[Any], o: int, blocks: int, out: NDArray[np.float32]
+) -> None:
+    """``out[b] = d * step`` of row ``o``, one float32 multiplication."""
+    count = d.shape[1]
+    if steps.shape[1] == 0:
+        for b in range(blocks):
+            out[b] = simd.scalar(d, o * count + b)
+    else:
+        each = steps.shape[1] // count
+        for s in range(count):
+            scale = simd.scalar(d, o * count + s)
+            for b in range(s * each, (s + 1) * each):
+                out[b] = scale * np.float32(steps[o, b])
+
+
+@jit()
+def multiply_rows(
+    kind: int,
+    table: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    d: NDArray[np.uint16],
+    steps: NDArray[np.int8],
+    dmin: NDArray[np.uint16],
+    mins: NDArray[np.int8],
+    x: NDArray[np.int16],
+    x_scales: NDArray[np.float32],
+    x_sums: NDArray[np.float32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    """``out[:, begin:end] = x @ W[begin:end].T``.
+
+    Parameters
+    ----------
+    kind : int
+    table : ndarray of uint8, shape (32,)
+        16 low, 16 high bytes of the values, for TABLE.
+    codes, d, steps, dmin, mins
+        The prepared matrix.
+    x, x_scales : ndarrays of int16 and float32
+        From ``activations.quantize`` with WORD_LIMIT.
+    x_sums : ndarray of float32, shape (tokens, blocks)
+        From ``activations.block_sums``; unused without ``dmin``.
+    out : ndarray of float32, shape (tokens, rows)
+        Written in these columns only.
+    begin, end : int
+    """
+    tokens, width = x.shape
+    groups = width // GROUP
+    stride = codes.shape[1] // groups
+    size = block_size(kind)
+    blocks = width // size
+    low, high = simd.load_table(table, 0), simd.load_table(table, 16)
+    sums = np.empty(tokens * 8, np.float32)
+    scales, offsets = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
+    for o in range(begin, end):
+        _row_scales(d, steps, o, blocks, scales)
+        sums[:] = 0
+        for g in range(groups):
+            at = (o * groups + g) * stride
+            simd.prefetch(codes, at + simd.AHEAD)
+            if stride > 64:
+                simd.prefetch(codes, at + 64 + simd.AHEAD)
+            w = _words(kind, low, high, codes, at)
+            for m in range(tokens):
+                to = m * width + g * GROUP
+                part = _sum16(x, to, w, scales, g * 8) if size == 16 else _sum32(x, to, w, scales, g * 4)
+                total = simd.load_floats(sums, m * 8)
+                simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
+        for m in range(tokens):
+            out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+        if dmin.shape[1]:
+            _row_scales(dmin, mins, o, blocks, offsets)
+            for m in range(tokens):
+                offset = np.float32(0)
+                for b in range(blocks):
+                    offset += offsets[b] * x_sums[m, b]
+                out[m, o] -= offset
+
+
+@jit()
+def _store(words: Any, scale: Any, offset: Any, out: NDArray[np.float32], at: int) -> None:
+    low = simd.multiply_floats(scale, simd.to_floats(simd.low_ints(words)))
+    high = simd.multiply_floats(scale, simd.to_floats(simd.high_ints(words)))
+    simd.store_floats(out, at, simd.subtract_floats(low, offset))
+    simd.store_floats(out, at + 8, simd.subtract_floats(high, offset))
+
+
+@jit()
+def decode_rows(
+    kind: int,
+    table: NDArray[np.uint8],
+    codes: NDArray[np.uint8],
+    d: NDArray[np.uint16],
+    steps: NDArray[np.int8],
+    dmin: NDArray[np.uint16],
+    mins: NDArray[np.int8],
+    out: NDArray[np.float32],
+    begin: int,
+) -> None:
+    """Rows ``begin, begin + 1, ...`` as float32, exactly.
+
+    Parameters
+    ----------
+    kind, table, codes, d, steps, dmin, mins
+        The prepared matrix; see :func:`multiply_rows`.
+    out : ndarray of float32, shape (some rows, in_features)
+        Written.
+    begin : int
+    """
+    rows, count = out.shape
+    size, stride = block_size(kind), group_bytes(kind)
+    groups = codes.shape[1] // stride
+    blocks = groups * GROUP // size
+    low, high = simd.load_table(table, 0), simd.load_table(table, 16)
+    scales, offsets = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
+    line = np.empty(GROUP, np.float32)
+    for r in range(rows):
+        o = begin + r
+        _row_scales(d, steps, o, blocks, scales)
+        if dmin.shape[1]:
+            _row_scales(dmin, mins, o, blocks, offsets)
+        for g in range(groups):
+            w = _words(kind, low, high, codes, (o * groups + g) * stride)
+            first, step = g * GROUP // size, 32 // size  # block of the first weight; blocks in 32 weights
+            half = step // 2  # 1 where a block is 16 weights
+            for k, pair in enumerate(((w[0], w[1]), (w[2], w[3]), (w[4], w[5]), (w[6], w[7]))):
+                b = first + k * step
+                _store(pair[0], _scale(scales, b), _scale(offsets, b), line, k * 32)
+                _store(pair[1], _scale(scales, b + half), _scale(offsets, b + half), line, k * 32 + 16)
+            start = g * GROUP
+            stop = min(start + GROUP, count)
+            out[r, start:stop] = line[: stop - start]

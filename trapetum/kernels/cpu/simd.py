@@ -1,0 +1,457 @@
+"""A small vocabulary of 256-bit vectors for numba: what the decoders need and numba cannot say.
+
+Left alone, numba's vectoriser makes dozens of inserts and shuffles of a table look-up: 0.2 to 1.4 G weights a second
+where these operations reach 11 (4-bit codes, one Zen1 core). A vector is a numba type over an LLVM vector; it lives in
+ordinary variables of a compiled function, LLVM keeps it in a register. Every operation below is called from compiled
+code only.
+
+An operation that x86 has as one instruction, but LLVM as a pattern that old versions do not match, is emitted as the
+target's own intrinsic where the target has AVX2, and as plain LLVM IR otherwise. The choice is made at compile time by
+the features of numba's target (so ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES`` are obeyed): a target intrinsic on a
+CPU without AVX2 would abort the process inside LLVM, beyond any ``except``.
+
+numba's disk cache does not see a change in another file, so every module that uses this one carries
+:func:`fingerprint` as a constant, and a test compares it.
+
+=========  =============================  ==================================
+type       LLVM                           of
+=========  =============================  ==================================
+``BYTES``  ``<32 x i8>``                  codes, int8 activations
+``WORDS``  ``<16 x i16>``                 weights and activations, int16
+``INTS``   ``<8 x i32>``                  exact sums
+``FLOATS`` ``<8 x float>``                scaled sums, decoded weights
+=========  =============================  ==================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, models, register_model
+
+__all__ = [
+    "AHEAD",
+    "BYTES",
+    "FLOATS",
+    "INTS",
+    "WORDS",
+    "add_bytes",
+    "add_floats",
+    "add_ints",
+    "add_words",
+    "and_bytes",
+    "dot_bytes",
+    "fingerprint",
+    "fma",
+    "high_halves",
+    "high_ints",
+    "interleave_high",
+    "interleave_low",
+    "load_bytes",
+    "load_floats",
+    "load_ints",
+    "load_signed_bytes",
+    "load_table",
+    "load_words",
+    "look_up_bytes",
+    "look_up_floats",
+    "low_halves",
+    "low_ints",
+    "multiply_add_words",
+    "multiply_floats",
+    "or_bytes",
+    "prefetch",
+    "scalar",
+    "shift_left_bytes",
+    "shift_left_ints",
+    "shift_right_bytes",
+    "splat_bytes",
+    "splat_floats",
+    "splat_words",
+    "store_floats",
+    "subtract_floats",
+    "sum_floats",
+    "to_floats",
+    "zero_bytes",
+    "zero_floats",
+    "zero_ints",
+]
+
+AHEAD = 4096  # bytes between what a kernel decodes and what it prefetches
+
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+
+
+class Vector(types.Type):
+    """numba type of a vector; ``element`` and ``lanes`` are LLVM's."""
+
+    def __init__(self, name: str, element: ir.Type, lanes: int) -> None:
+        self.llvm = ir.VectorType(element, lanes)
+        super().__init__(name=f"trapetum.{name}")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, kind.llvm)  # type: ignore[no-untyped-call]
+
+
+BYTES = Vector("bytes", _I8, 32)
+WORDS = Vector("words", _I16, 16)
+INTS = Vector("ints", _I32, 8)
+FLOATS = Vector("floats", _F32, 8)
+
+
+def fingerprint() -> str:
+    """Hash of this file, for the constant in the modules that are compiled from it."""
+    import hashlib
+    from pathlib import Path
+
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------- emitting
+class _Emit:
+    """What a code generator needs: numba's context, LLVM's builder, and a few shorthands."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any) -> None:
+        self.context, self.builder, self.signature = context, builder, signature
+        features = context.codegen().magic_tuple()[2].split(",")
+        self.has = frozenset(f[1:] for f in features if f.startswith("+"))
+        self.is_x86 = context.codegen().magic_tuple()[0].startswith(("x86", "i686"))
+
+    def address(self, array: Any, index: Any, position: int = 0) -> Any:
+        """Pointer to element ``index`` of the array that is argument ``position``, counted in C order."""
+        kind = self.signature.args[position]
+        data = self.context.make_array(kind)(self.context, self.builder, array).data
+        return self.builder.gep(data, [index])
+
+    def load(self, pointer: Any, kind: ir.Type) -> Any:
+        loaded = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()))
+        loaded.align = 1
+        return loaded
+
+    def call(self, name: str, result: ir.Type, *values: Any) -> Any:
+        kind = ir.FunctionType(result, [v.type for v in values])
+        function = self.builder.module.globals.get(name) or ir.Function(self.builder.module, kind, name)
+        return self.builder.call(function, values)
+
+    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        kind = ir.VectorType(value.type, lanes)
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
+        return self.shuffle(one, one, [0] * lanes)
+
+    def halves(self, bits: Any) -> Any:
+        """float32 of float16 bits, exact: the instruction, or integer steps and one exact multiplication."""
+        b, n = self.builder, bits.type.count
+        wide, floats = ir.VectorType(_I32, n), ir.VectorType(_F32, n)
+        if not self.is_x86 or "f16c" in self.has:
+            return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), n)), floats)
+
+        def const(value: int) -> Any:
+            return ir.Constant(wide, [value] * n)
+
+        x = b.zext(bits, wide)
+        magnitude = b.shl(b.and_(x, const(0x7FFF)), const(13))
+        # the exponent is 112 too small for normal and subnormal numbers alike; 2**112 is exact
+        value = b.bitcast(b.fmul(b.bitcast(magnitude, floats), ir.Constant(floats, [2.0**112] * n)), wide)
+        special = b.icmp_unsigned(">=", magnitude, const(0x0F800000))
+        value = b.select(special, b.or_(magnitude, const(0x7F800000)), value)
+        return b.bitcast(b.or_(value, b.shl(b.and_(x, const(0x8000)), const(16))), floats)
+
+
+Generator = Callable[..., Any]
+
+
+def _operation(result: Any, *arguments: Any) -> Callable[[Generator], Callable[..., Any]]:
+    """An operation on vectors and numbers; ``None`` among the arguments takes whatever type comes (an array)."""
+
+    def decorate(generate: Generator) -> Callable[..., Any]:
+        def typing(context: Any, *given: Any) -> Any:
+            if len(given) != len(arguments):
+                return None
+            for wanted, found in zip(arguments, given):
+                array = wanted is None and isinstance(found, types.Array) and found.layout == "C"
+                vector = isinstance(wanted, Vector) and found == wanted
+                number = isinstance(wanted, types.Number) and isinstance(found, types.Number)
+                if not (array or vector or number):
+                    return None
+            signature = result(*(f if w is None else w for w, f in zip(arguments, given)))
+
+            def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+                return generate(_Emit(target, builder, sig), *values)
+
+            return signature, lower
+
+        typing.__name__ = typing.__qualname__ = generate.__name__
+        typing.__doc__ = generate.__doc__
+        names = ["context", *(f"value{i}" for i in range(len(arguments)))]  # numba counts them
+        form = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+        typing.__signature__ = inspect.Signature(form)  # type: ignore[attr-defined]
+        operation: Callable[..., Any] = intrinsic(typing)
+        return operation
+
+    return decorate
+
+
+# ---------------------------------------------------------------------------- memory
+def _loader(kind: Vector, name: str, what: str) -> Callable[..., Any]:
+    def load(e: _Emit, array: Any, index: Any) -> Any:
+        return e.load(e.address(array, index), kind.llvm)
+
+    load.__name__ = name
+    load.__doc__ = f"{what} from element ``index`` of a C-contiguous array on."
+    return _operation(kind, None, types.intp)(load)
+
+
+load_bytes = _loader(BYTES, "load_bytes", "32 bytes")
+load_words = _loader(WORDS, "load_words", "16 int16")
+load_ints = _loader(INTS, "load_ints", "8 int32")
+
+
+@_operation(FLOATS, None, types.intp)
+def load_floats(e: _Emit, array: Any, index: Any) -> Any:
+    """8 numbers as float32: of a float32 array, or of a uint16 array that holds float16 bits."""
+    pointer = e.address(array, index)
+    if e.signature.args[0].dtype == types.uint16:
+        return e.halves(e.load(pointer, ir.VectorType(_I16, 8)))
+    return e.load(pointer, FLOATS.llvm)
+
+
+@_operation(types.float32, None, types.intp)
+def scalar(e: _Emit, array: Any, index: Any) -> Any:
+    """One number as float32: of a float32 array, or of a uint16 array that holds float16 bits."""
+    pointer = e.address(array, index)
+    if e.signature.args[0].dtype == types.uint16:
+        one = e.load(pointer, _I16)
+        padded = e.builder.insert_element(ir.Constant(ir.VectorType(_I16, 8), [0] * 8), one, _I32(0))
+        return e.builder.extract_element(e.halves(padded), _I32(0))
+    return e.load(pointer, _F32)
+
+
+@_operation(WORDS, None, types.intp)
+def load_signed_bytes(e: _Emit, array: Any, index: Any) -> Any:
+    """16 int8 as int16."""
+    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(_I8, 16)), WORDS.llvm)
+
+
+@_operation(BYTES, None, types.intp)
+def load_table(e: _Emit, array: Any, index: Any) -> Any:
+    """16 bytes, twice: the table of :func:`look_up_bytes`."""
+    table = e.load(e.address(array, index), ir.VectorType(_I8, 16))
+    return e.shuffle(table, table, [*range(16), *range(16)])
+
+
+@_operation(types.void, None, types.intp, FLOATS)
+def store_floats(e: _Emit, array: Any, index: Any, value: Any) -> Any:
+    """Write 8 float32 from element ``index`` on."""
+    pointer = e.builder.bitcast(e.address(array, index), FLOATS.llvm.as_pointer())
+    e.builder.store(value, pointer).align = 1
+    return e.context.get_dummy_value()
+
+
+@_operation(types.void, None, types.intp)
+def prefetch(e: _Emit, array: Any, index: Any) -> Any:
+    """Ask for the cache line of element ``index``; it may lie beyond the array.
+
+    A decoder reads memory in bursts with arithmetic between; a virtual machine's hardware prefetcher fell behind it by
+    a factor of three (4-bit codes streamed from memory: 7 G weights a second, 23 when asked 4 KiB ahead).
+    """
+    pointer = e.builder.bitcast(e.address(array, index), _I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    name = "llvm.prefetch.p0"
+    function = e.builder.module.globals.get(name) or ir.Function(e.builder.module, kind, name)
+    e.builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+    return e.context.get_dummy_value()
+
+
+# ---------------------------------------------------------------------------- constants
+def _splatter(kind: Vector, number: Any, name: str) -> Callable[..., Any]:
+    def splat(e: _Emit, value: Any) -> Any:
+        return e.splat(value, kind.llvm.count)
+
+    splat.__name__ = name
+    splat.__doc__ = "One number in every lane."
+    return _operation(kind, number)(splat)
+
+
+def _zero(kind: Vector, name: str) -> Callable[..., Any]:
+    def zero(e: _Emit) -> Any:
+        return ir.Constant(kind.llvm, [0] * kind.llvm.count)
+
+    zero.__name__ = name
+    zero.__doc__ = "Zero in every lane."
+    return _operation(kind)(zero)
+
+
+splat_bytes = _splatter(BYTES, types.int8, "splat_bytes")
+splat_words = _splatter(WORDS, types.int16, "splat_words")
+splat_floats = _splatter(FLOATS, types.float32, "splat_floats")
+zero_bytes, zero_ints = _zero(BYTES, "zero_bytes"), _zero(INTS, "zero_ints")
+zero_floats = _zero(FLOATS, "zero_floats")
+
+
+# ---------------------------------------------------------------------------- lane by lane
+def _lanewise(kind: Vector, instruction: str, name: str) -> Callable[..., Any]:
+    def lanewise(e: _Emit, a: Any, b: Any) -> Any:
+        return getattr(e.builder, instruction)(a, b)
+
+    lanewise.__name__ = name
+    lanewise.__doc__ = f"``{instruction}`` of two vectors, lane by lane."
+    return _operation(kind, kind, kind)(lanewise)
+
+
+add_bytes = _lanewise(BYTES, "add", "add_bytes")
+and_bytes = _lanewise(BYTES, "and_", "and_bytes")
+or_bytes = _lanewise(BYTES, "or_", "or_bytes")
+shift_left_bytes = _lanewise(BYTES, "shl", "shift_left_bytes")
+shift_right_bytes = _lanewise(BYTES, "lshr", "shift_right_bytes")
+add_words = _lanewise(WORDS, "add", "add_words")
+add_ints = _lanewise(INTS, "add", "add_ints")
+add_floats = _lanewise(FLOATS, "fadd", "add_floats")
+subtract_floats = _lanewise(FLOATS, "fsub", "subtract_floats")
+multiply_floats = _lanewise(FLOATS, "fmul", "multiply_floats")
+
+
+@_operation(INTS, INTS, types.int32)
+def shift_left_ints(e: _Emit, a: Any, count: Any) -> Any:
+    """``a << count``."""
+    return e.builder.shl(a, e.splat(count, 8))
+
+
+@_operation(FLOATS, FLOATS, FLOATS, FLOATS)
+def fma(e: _Emit, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``; rounded once where the machine can, twice on an x86 without FMA (a call a lane otherwise)."""
+    if e.is_x86 and "fma" not in e.has:
+        return e.builder.fadd(e.builder.fmul(a, b), c)
+    return e.call("llvm.fma.v8f32", FLOATS.llvm, a, b, c)
+
+
+@_operation(FLOATS, INTS)
+def to_floats(e: _Emit, a: Any) -> Any:
+    """int32 to float32, rounded to nearest."""
+    return e.builder.sitofp(a, FLOATS.llvm)
+
+
+@_operation(types.float32, FLOATS)
+def sum_floats(e: _Emit, a: Any) -> Any:
+    """Sum of the lanes: halves onto each other, three times."""
+    for width in (4, 2, 1):
+        low = e.shuffle(a, a, list(range(width)))
+        high = e.shuffle(a, a, list(range(width, 2 * width)))
+        a = e.builder.fadd(low, high)
+    return e.builder.extract_element(a, _I32(0))
+
+
+# ---------------------------------------------------------------------------- across lanes
+def _interleave(e: _Emit, a: Any, b: Any, first: int) -> Any:
+    order = [lane + k for half in (0, 16) for k in range(half + first, half + first + 8) for lane in (0, 32)]
+    return e.builder.bitcast(e.shuffle(a, b, order), WORDS.llvm)
+
+
+@_operation(WORDS, BYTES, BYTES)
+def interleave_low(e: _Emit, low: Any, high: Any) -> Any:
+    """``low | high << 8`` of bytes 0-7 and 16-23."""
+    return _interleave(e, low, high, 0)
+
+
+@_operation(WORDS, BYTES, BYTES)
+def interleave_high(e: _Emit, low: Any, high: Any) -> Any:
+    """``low | high << 8`` of bytes 8-15 and 24-31."""
+    return _interleave(e, low, high, 8)
+
+
+def _part(e: _Emit, words: Any, first: int) -> Any:
+    return e.shuffle(words, words, list(range(first, first + 8)))
+
+
+@_operation(INTS, WORDS)
+def low_ints(e: _Emit, words: Any) -> Any:
+    """The first 8 int16 as int32."""
+    return e.builder.sext(_part(e, words, 0), INTS.llvm)
+
+
+@_operation(INTS, WORDS)
+def high_ints(e: _Emit, words: Any) -> Any:
+    """The last 8 int16 as int32."""
+    return e.builder.sext(_part(e, words, 8), INTS.llvm)
+
+
+@_operation(FLOATS, WORDS)
+def low_halves(e: _Emit, words: Any) -> Any:
+    """float32 of the first 8 of 16 float16 bit patterns."""
+    return e.halves(_part(e, words, 0))
+
+
+@_operation(FLOATS, WORDS)
+def high_halves(e: _Emit, words: Any) -> Any:
+    """float32 of the last 8 of 16 float16 bit patterns."""
+    return e.halves(_part(e, words, 8))
+
+
+@_operation(BYTES, BYTES, BYTES)
+def look_up_bytes(e: _Emit, table: Any, index: Any) -> Any:
+    """``table[index]`` with a table of 16 bytes from :func:`load_table`; every index must be below 16."""
+    if "avx2" in e.has:
+        return e.call("llvm.x86.avx2.pshuf.b", BYTES.llvm, table, index)
+    found = ir.Constant(BYTES.llvm, ir.Undefined)
+    for lane in range(32):
+        entry = e.builder.extract_element(table, e.builder.extract_element(index, _I32(lane)))
+        found = e.builder.insert_element(found, entry, _I32(lane))
+    return found
+
+
+@_operation(FLOATS, None, types.intp, None, types.intp)
+def look_up_floats(e: _Emit, table: Any, first: Any, codes: Any, index: Any) -> Any:
+    """``table[first + codes[index + lane]]``: eight scalar loads, 2.7 times as fast as the gather of a Zen1."""
+    found = ir.Constant(FLOATS.llvm, ir.Undefined)
+    base = e.address(table, first)
+    line = e.address(codes, index, 2)
+    for lane in range(8):
+        code = e.builder.zext(e.builder.load(e.builder.gep(line, [_I32(lane)])), ir.IntType(64))
+        found = e.builder.insert_element(found, e.builder.load(e.builder.gep(base, [code])), _I32(lane))
+    return found
+
+
+# ---------------------------------------------------------------------------- products
+@_operation(INTS, WORDS, WORDS)
+def multiply_add_words(e: _Emit, a: Any, b: Any) -> Any:
+    """``a[2j] * b[2j] + a[2j+1] * b[2j+1]`` in int32."""
+    if "avx2" in e.has:
+        return e.call("llvm.x86.avx2.pmadd.wd", INTS.llvm, a, b)
+    wide = ir.VectorType(_I32, 16)
+    product = e.builder.mul(e.builder.sext(a, wide), e.builder.sext(b, wide))
+    even = e.shuffle(product, product, list(range(0, 16, 2)))
+    return e.builder.add(even, e.shuffle(product, product, list(range(1, 16, 2))))
+
+
+@_operation(INTS, INTS, *[BYTES] * 8)
+def dot_bytes(e: _Emit, total: Any, *values: Any) -> Any:
+    """``total[j] + sum(u[k][4j+i] * s[k][4j+i])`` over i, k < 4: unsigned ``u0 .. u3`` below 32, int8 ``s0 .. s3``.
+
+    Below 32, so that eight products stay below 2**15 and the 16-bit sums of AVX2 cannot saturate.
+    """
+    pairs = list(zip(values[:4], values[4:], strict=True))
+    if "avxvnni" in e.has or {"avx512vnni", "avx512vl"} <= e.has:
+        for u, s in pairs:
+            u, s = (e.builder.bitcast(v, INTS.llvm) for v in (u, s))
+            total = e.call("llvm.x86.avx512.vpdpbusd.256", INTS.llvm, total, u, s)
+        return total
+    if "avx2" in e.has:
+        sums = [e.call("llvm.x86.avx2.pmadd.ub.sw", WORDS.llvm, u, s) for u, s in pairs]
+        words = e.builder.add(e.builder.add(sums[0], sums[1]), e.builder.add(sums[2], sums[3]))
+        ones = ir.Constant(WORDS.llvm, [1] * 16)
+        return e.builder.add(total, e.call("llvm.x86.avx2.pmadd.wd", INTS.llvm, words, ones))
+    wide = ir.VectorType(_I32, 32)
+    for u, s in pairs:
+        product = e.builder.mul(e.builder.zext(u, wide), e.builder.sext(s, wide))
+        for i in range(4):
+            total = e.builder.add(total, e.shuffle(product, product, list(range(i, 32, 4))))
+    return total

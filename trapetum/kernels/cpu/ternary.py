@@ -1,0 +1,200 @@
+"""Two-bit codes around zero with a scale a group, against int8 activations.
+
+Prepared once at load:
+
+======== ===================== ===================================================================================
+array    shape                 content
+======== ===================== ===================================================================================
+codes    u8 [rows, padded/4]   128 inputs are 32 bytes: input 32k + b in bits 2k, 2k + 1 of byte b; the weight is
+                               ``(code - 1) * scale``, code 3 included
+scales   u16 or f32            float16 bits, or float32; one for ``size`` inputs
+======== ===================== ===================================================================================
+
+The unsigned code goes into the product and the sum of the activations is taken off, in integers. Precise activations
+need no kernel of their own: a 15-bit one is two int8 planes (``activations.split``), which are two tokens with scales
+``128 s`` and ``s``; the caller adds the two outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.cpu import simd
+from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.jit import jit
+
+__all__ = ["decode_rows", "multiply_rows", "pack_codes"]
+
+SIMD = "ff21667899a5d84e"  # simd.fingerprint(): a new one makes numba compile this file again
+
+
+@jit()
+def pack_codes(codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Bring two-bit codes into the order of this module.
+
+    Parameters
+    ----------
+    codes : ndarray of uint8, shape (rows, in_features)
+        Each below 4.
+    out : ndarray of uint8, shape (rows, padded / 4)
+        Written; beyond ``in_features`` code 1, which is zero.
+    """
+    count = codes.shape[1]
+    for o in range(codes.shape[0]):
+        line, row = out[o], codes[o]
+        line[:] = 0x55
+        for i in range(count):
+            line[(i >> 7) * 32 + (i & 31)] ^= (row[i] ^ np.uint8(1)) << np.uint8((i >> 5 & 3) * 2)
+
+
+@jit()
+def _fields(codes: NDArray[np.uint8], at: int) -> Any:
+    """128 codes: four vectors of 32."""
+    three = simd.splat_bytes(3)
+    v = simd.load_bytes(codes, at)
+    return (
+        simd.and_bytes(v, three),
+        simd.and_bytes(simd.shift_right_bytes(v, simd.splat_bytes(2)), three),
+        simd.and_bytes(simd.shift_right_bytes(v, simd.splat_bytes(4)), three),
+        simd.shift_right_bytes(v, simd.splat_bytes(6)),
+    )
+
+
+@jit()
+def _group_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], quad: int) -> Any:
+    """Products of 128 weights that share a scale."""
+    total = simd.dot_bytes(
+        simd.load_ints(quads, quad),
+        u[0], u[1], u[2], u[3],
+        simd.load_bytes(x, at), simd.load_bytes(x, at + 32), simd.load_bytes(x, at + 64), simd.load_bytes(x, at + 96),
+    )  # fmt: skip
+    return simd.to_floats(total)
+
+
+@jit()
+def _block_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], quad: int) -> Any:
+    """Products of 32 weights that share a scale."""
+    none = simd.zero_bytes()
+    s = simd.load_bytes(x, at)
+    total = simd.dot_bytes(simd.load_ints(quads, quad), u, none, none, none, s, none, none, none)
+    return simd.to_floats(total)
+
+
+@jit()
+def multiply_rows(
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    size: int,
+    x: NDArray[np.int8],
+    x_scales: NDArray[np.float32],
+    quads: NDArray[np.int32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    """``out[:, begin:end] = x @ W[begin:end].T``.
+
+    Parameters
+    ----------
+    codes, scales
+        The prepared matrix.
+    size : int
+        Inputs a scale: a multiple of 128, or 32, or 64.
+    x, x_scales : ndarrays of int8 and float32
+        From ``activations.quantize`` with BYTE_LIMIT, or ``activations.split``.
+    quads : ndarray of int32
+        From ``activations.quad_sums`` for blocks of 128, or of 32 where ``size`` is smaller than 128.
+    out : ndarray of float32, shape (tokens, rows)
+        Written in these columns only.
+    begin, end : int
+    """
+    tokens, width = x.shape
+    groups = width // GROUP
+    count = scales.shape[1]
+    sums = np.empty(tokens * 8, np.float32)
+    for o in range(begin, end):
+        one = simd.zero_floats()
+        sums[:] = 0
+        for g in range(groups):
+            at = (o * groups + g) * 32
+            simd.prefetch(codes, at + simd.AHEAD)
+            u = _fields(codes, at)
+            if size >= GROUP:
+                scale = simd.scalar(scales, o * count + g * GROUP // size)
+                if tokens == 1:
+                    part = _group_sum(u, x, g * GROUP, quads, g * 8)
+                    one = simd.fma(part, simd.splat_floats(scale * x_scales[0, g]), one)
+                else:
+                    for m in range(tokens):
+                        part = _group_sum(u, x, m * width + g * GROUP, quads, (m * groups + g) * 8)
+                        total = simd.load_floats(sums, m * 8)
+                        total = simd.fma(part, simd.splat_floats(scale * x_scales[m, g]), total)
+                        simd.store_floats(sums, m * 8, total)
+            else:
+                first = o * count + g * (GROUP // size)
+                step = 32 if size == 32 else 64
+                s0 = simd.splat_floats(simd.scalar(scales, first))
+                s1 = simd.splat_floats(simd.scalar(scales, first + 32 // step))
+                s2 = simd.splat_floats(simd.scalar(scales, first + 64 // step))
+                s3 = simd.splat_floats(simd.scalar(scales, first + 96 // step))
+                for m in range(tokens):
+                    base, quad = m * width + g * GROUP, (m * groups + g) * 32
+                    part = simd.multiply_floats(_block_sum(u[0], x, base, quads, quad), s0)
+                    part = simd.fma(_block_sum(u[1], x, base + 32, quads, quad + 8), s1, part)
+                    part = simd.fma(_block_sum(u[2], x, base + 64, quads, quad + 16), s2, part)
+                    part = simd.fma(_block_sum(u[3], x, base + 96, quads, quad + 24), s3, part)
+                    total = simd.load_floats(sums, m * 8)
+                    total = simd.fma(part, simd.splat_floats(x_scales[m, g]), total)
+                    simd.store_floats(sums, m * 8, total)
+        if tokens == 1 and size >= GROUP:
+            out[0, o] = simd.sum_floats(one)
+        else:
+            for m in range(tokens):
+                out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+
+
+@jit()
+def _store(words: Any, scale: Any, out: NDArray[np.float32], at: int) -> None:
+    one = simd.splat_words(np.int16(-1))
+    words = simd.add_words(words, one)
+    simd.store_floats(out, at, simd.multiply_floats(simd.to_floats(simd.low_ints(words)), scale))
+    simd.store_floats(out, at + 8, simd.multiply_floats(simd.to_floats(simd.high_ints(words)), scale))
+
+
+@jit()
+def decode_rows(
+    codes: NDArray[np.uint8], scales: NDArray[Any], size: int, out: NDArray[np.float32], begin: int
+) -> None:
+    """Rows ``begin, begin + 1, ...`` as float32, exactly.
+
+    Parameters
+    ----------
+    codes, scales, size
+        The prepared matrix; see :func:`multiply_rows`.
+    out : ndarray of float32, shape (some rows, in_features)
+        Written; ``in_features`` a multiple of 32.
+    begin : int
+    """
+    rows, count = out.shape
+    groups, per_row = codes.shape[1] // 32, scales.shape[1]
+    none = simd.zero_bytes()
+    buffer = np.empty(32, np.float32)
+    for r in range(rows):
+        o = begin + r
+        for b in range(count // 32):
+            v = simd.load_bytes(codes, (o * groups + b // 4) * 32)
+            v = simd.shift_right_bytes(v, simd.splat_bytes(np.int8(b % 4 * 2)))
+            v = simd.and_bytes(v, simd.splat_bytes(3))
+            scale = simd.splat_floats(simd.scalar(scales, o * per_row + b * 32 // size))
+            low, high = simd.interleave_low(v, none), simd.interleave_high(v, none)
+            # bytes 0-7, 16-23, then 8-15, 24-31
+            _store(low, scale, buffer, 0)
+            _store(high, scale, buffer, 16)
+            at = r * count + b * 32
+            simd.store_floats(out, at, simd.load_floats(buffer, 0))
+            simd.store_floats(out, at + 8, simd.load_floats(buffer, 16))
+            simd.store_floats(out, at + 16, simd.load_floats(buffer, 8))
+            simd.store_floats(out, at + 24, simd.load_floats(buffer, 24))
