@@ -80,7 +80,7 @@ def optimal_codebook(
     Examples
     --------
     >>> centroids, sse = optimal_codebook(np.array([0.0, 1.0, 10.0, 12.0]), 2)
-    >>> centroids.tolist(), round(sse, 9)
+    >>> centroids.tolist(), sse
     ([0.5, 11.0], 2.5)
     """
     x, inverse = np.unique(np.asarray(values, dtype=np.float64).reshape(-1), return_inverse=True)
@@ -109,7 +109,6 @@ def optimal_codebook(
     centroids = np.empty(codebook_size)
     sse = 0.0
     for k, (a, b) in enumerate(pairwise(bounds)):
-        c = np.average(u[a:b], weights=w[a:b])
-        centroids[k] = c
-        sse += float((w[a:b] * (u[a:b] - c) ** 2).sum())
-    return centroids * scale + origin, sse * float(scale) ** 2
+        centroids[k] = np.average(x[a:b], weights=w[a:b])
+        sse += float((w[a:b] * (x[a:b] - centroids[k]) ** 2).sum())
+    return centroids, sse

@@ -295,7 +295,7 @@ def fit_rows_16(
             values[j] = -power * np.float64(singles[j])
         for j in range(zero, end):
             values[j] = power * np.float64(singles[j])
-        m = np.int64(end)
+        m: Any = np.int64(end)
         _fit_distinct(m, params, values, weights, half, mirrored, codebook[r], middles, s)
         # Label the patterns, in true ascending order.
         code = 0
