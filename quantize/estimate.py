@@ -49,6 +49,6 @@ def predict_seconds(plan: Plan, threads: int, speed: float) -> float:
     speed : float
         Result of :func:`probe`.
     """
-    core_seconds = sum(r.parameters / r.scheme.rate for r in plan.rows)
+    core_seconds: float = sum(r.parameters / r.scheme.rate for r in plan.rows)
     core_seconds += sum(r.source_nbytes for r in plan.rows) / _READ_RATE
     return _FIXED_SECONDS + (core_seconds / threads + plan.nbytes / _WRITE_RATE) / speed

@@ -2,8 +2,7 @@
 
 1. Plan, and look at the output folder; take its lock; compare with the unfinished job in it, if there is one.
 2. Hash the source and survey its weights (NaN, wide codebooks); write ``job.json``.
-3. For each tensor without a finished part: row blocks over threads, results in order into a part file that is published
-   by rename. The set of parts is the journal.
+3. ``stream``: each tensor without a finished part becomes one, published by rename. The set of parts is the journal.
 4. Assemble shards, manifest and side files, rename them into place (``formats.assemble``).
 
 After kill -9 (or Ctrl-C, SIGTERM, a full disk) the next run with the same arguments goes on at the next tensor, and the
@@ -13,17 +12,10 @@ final bytes equal those of an uninterrupted run: no result depends on threads, b
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 import trapetum
 from trapetum.errors import OutputError
@@ -39,20 +31,19 @@ from trapetum.formats.manifest import (
     parse_manifest,
 )
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
-from trapetum.formats.parts import PartWriter, read_part
 from trapetum.formats.shard_layout import Shard, shard_layout
 from trapetum.hub import resolve_model
 from trapetum.progress import Progress
-from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
+from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.card import model_card, read_front_matter
 from trapetum.quantize.estimate import predict_seconds, probe
-from trapetum.quantize.identity import hash_files, tensor_seed
+from trapetum.quantize.identity import hash_files
 from trapetum.quantize.journal import Journal, RunLog
-from trapetum.quantize.plan import Plan, PlanRow, as_float, make_plan
+from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
+from trapetum.quantize.stream import quantize_tensors
 from trapetum.quantize.survey import survey
-from trapetum.tensors import DenseTensor, matrix_shape
 
 __all__ = ["Job", "quantize_model"]
 
@@ -182,15 +173,6 @@ def _dry_run(
     )
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Result of one row block: stored arrays, layout parameters, squared error and squares of each row."""
-
-    arrays: dict[str, NDArray[Any]]
-    params: dict[str, Any] = field(default_factory=dict)
-    errors: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
-
-
 @dataclass
 class Job:
     """One artifact in the making.
@@ -250,7 +232,8 @@ class Job:
             if not resume_assembly(self.folder, progress=self.progress):
                 log = RunLog(self.folder)
                 log.start(self.budget.threads)
-                entries, resumed = self._quantize(log)
+                parts = self.folder / WORK_FOLDER / PARTS
+                entries, resumed = quantize_tensors(self.plan, parts, self.budget, log, self.progress)
                 self._assemble(entries, log)
             manifest, _ = parse_manifest((self.folder / MANIFEST).read_bytes(), str(self.folder / MANIFEST))
             lock.release(remove=True)
@@ -299,85 +282,6 @@ class Job:
         hashes = hash_files(paths, self._journal.hashes, self.budget.threads, self.progress)
         return {"name": self.title, **_hub_identity(source.folder), "files": hashes}
 
-    def _quantize(self, log: RunLog) -> tuple[dict[str, dict[str, Any]], int]:
-        """Make the missing parts; (manifest entry of each tensor in order, number of parts that were there)."""
-        parts = self.folder / WORK_FOLDER / PARTS
-        rows = self.plan.rows
-        self.progress.begin("quantize", sum(r.source_nbytes for r in rows))
-        entries: dict[str, dict[str, Any]] = {r.name: {} for r in rows}
-        for i, row in enumerate(rows):
-            part = read_part(parts, i, row.name)
-            if (
-                part is not None
-                and part.record.scheme == row.scheme.spec()
-                and part.record.shape == row.shape
-            ):
-                entries[row.name] = part.entry
-                self.progress.advance(row.source_nbytes)
-        todo = [(i, row) for i, row in enumerate(rows) if not entries[row.name]]
-        pool = ThreadPoolExecutor(self.budget.threads, "trapetum-quantize")
-        try:
-            # Twice the threads: workers go on while the main thread syncs a part to the disk.
-            window = 2 * self.budget.threads + 1
-            results = ordered_map(pool, self._block, self._blocks([row for _, row in todo]), window)
-            for i, row in todo:
-                start = time.monotonic()
-                with PartWriter(parts, i, row.name, row.arrays) as part_file:
-                    entry = part_file.finish(self._drain(row, results, part_file))
-                entries[row.name] = entry
-                seconds = time.monotonic() - start
-                log.add(event="tensor", name=row.name, seconds=round(seconds, 3))
-                self.progress.advance(0, _line(row, entry, seconds))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-        self.progress.end()
-        return entries, len(rows) - len(todo)
-
-    def _drain(self, row: PlanRow, results: Iterator[tuple[Any, _Block]], part: PartWriter) -> dict[str, Any]:
-        """Write the blocks of one tensor; the draft of its manifest entry."""
-        params: dict[str, Any] = {}
-        lost: list[float] = []
-        squares: list[float] = []
-        for (_, cut), block in itertools.islice(results, len(self._cuts(row))):
-            part.write(block.arrays)
-            self.plan.source.release(row.name, cut)
-            params = block.params
-            if block.errors is not None:
-                lost += block.errors[0].tolist()
-                squares += block.errors[1].tolist()
-            self.progress.advance((cut.stop - cut.start) * matrix_shape(row.shape)[1] * row.dtype.itemsize)
-        total = math.fsum(squares)
-        return {
-            "layout": row.scheme.layout,
-            "shape": row.shape,
-            "params": params,
-            "scheme": row.scheme.spec(),
-            "relative_error": (math.fsum(lost) / total if total else 0.0) if row.quantized else None,
-            "role": row.role.kind,
-        }
-
-    def _cuts(self, row: PlanRow) -> list[slice]:
-        count, width = matrix_shape(row.shape)
-        if not row.scheme.row_independent:
-            return [slice(0, count)]
-        return row_blocks(count, width, self.budget.block_weights) if width else []
-
-    def _blocks(self, rows: list[PlanRow]) -> Iterator[tuple[PlanRow, slice]]:
-        return ((row, cut) for row in rows for cut in self._cuts(row))
-
-    def _block(self, item: tuple[PlanRow, slice]) -> _Block:
-        """Work on one row block; runs on a worker thread."""
-        row, cut = item
-        stored = self.plan.source.load(row.name, cut).values
-        if not row.quantized:
-            return _Block(DenseTensor(stored).to_arrays())
-        values = as_float(stored)
-        seed = tensor_seed(self.plan.recipe.seed, row.name)
-        tensor = row.scheme.quantize(values, wide=row.wide, seed=seed)
-        result = _Block(tensor.to_arrays(), tensor.params(), row.scheme.errors(values, tensor))
-        self.plan.source.release(row.name, cut)
-        return result
-
     def _assemble(self, entries: dict[str, dict[str, Any]], log: RunLog) -> None:
         header = {
             "tool_version": trapetum.__version__,
@@ -410,8 +314,3 @@ def _companions(source: Checkpoint) -> list[Path]:
     """Files that travel with the weights: config, tokenizer, licences."""
     licences = [p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)]
     return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})
-
-
-def _line(row: PlanRow, entry: dict[str, Any], seconds: float) -> str:
-    error = "kept" if entry["relative_error"] is None else f"error {entry['relative_error']:.3e}"
-    return f"{row.name}  {row.scheme.label}  {entry['bpw']:.3f} bpw  {error}  {seconds:.1f} s"

@@ -1,0 +1,155 @@
+"""From tensors to finished parts: row blocks over threads, results in order into one part file after the other.
+
+Memory holds a few row blocks, never a tensor. Workers run ahead of the file that is being written, across the border
+between tensors, so that many small tensors keep all threads as busy as one large one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.formats.parts import PartWriter, read_part
+from trapetum.progress import Progress
+from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
+from trapetum.quantize.identity import tensor_seed
+from trapetum.quantize.journal import RunLog
+from trapetum.quantize.plan import Plan, PlanRow
+from trapetum.quantize.ternary_intake import add_proofs, proof_text
+from trapetum.tensors import matrix_shape
+
+__all__ = ["quantize_tensors"]
+
+_Item = tuple[PlanRow, slice]
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Result of one row block: stored arrays, layout parameters, squared error and squares of each row, a proof."""
+
+    arrays: dict[str, NDArray[Any]]
+    params: dict[str, Any] = field(default_factory=dict)
+    errors: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    proof: Mapping[str, int | float] | None = None
+
+
+def quantize_tensors(
+    plan: Plan, parts: Path, budget: MemoryBudget, log: RunLog, progress: Progress
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Make the parts that are not there yet.
+
+    Parameters
+    ----------
+    plan : Plan
+        Surveyed.
+    parts : Path
+        The folder of parts; those that fit the plan are taken over.
+    budget : MemoryBudget
+    log : RunLog
+    progress : Progress
+
+    Returns
+    -------
+    entries : dict of str to dict
+        The manifest entry of each tensor, in the order of the plan.
+    taken_over : int
+        How many parts were there.
+    """
+    progress.begin("quantize", sum(r.source_nbytes for r in plan.rows))
+    entries: dict[str, dict[str, Any]] = {r.name: {} for r in plan.rows}
+    todo = []
+    for i, row in enumerate(plan.rows):
+        found = read_part(parts, i, row.name)
+        if found is not None and found.record.scheme == row.scheme.spec() and found.record.shape == row.shape:
+            entries[row.name] = found.entry
+            progress.advance(row.source_nbytes)
+        else:
+            todo.append((i, row))
+    items = ((row, cut) for _, row in todo for cut in _cuts(row, budget))
+    pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
+    try:
+        # Twice the threads: workers go on while the main thread syncs a part to the disk.
+        results = ordered_map(pool, lambda item: _work(plan, item), items, 2 * budget.threads + 1)
+        for i, row in todo:
+            start = time.monotonic()
+            with PartWriter(parts, i, row.name, row.arrays) as part:
+                mine = itertools.islice(results, len(_cuts(row, budget)))
+                entry = part.finish(_write(plan, row, mine, part, progress))
+            entries[row.name] = entry
+            seconds = time.monotonic() - start
+            log.add(event="tensor", name=row.name, seconds=round(seconds, 3))
+            progress.advance(0, _line(row, entry, seconds))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    progress.end()
+    return entries, len(plan.rows) - len(todo)
+
+
+def _cuts(row: PlanRow, budget: MemoryBudget) -> list[slice]:
+    count, width = matrix_shape(row.shape)
+    if not row.scheme.row_independent:
+        return [slice(0, count)]
+    return row_blocks(count, width, budget.block_weights) if width else []
+
+
+def _work(plan: Plan, item: _Item) -> _Block:
+    """Quantize one row block; runs on a worker thread."""
+    row, cut = item
+    if not row.quantized:
+        return _Block(plan.source.load(row.name, cut).to_arrays())
+    values = plan.values(row, cut)
+    seed = tensor_seed(plan.recipe.seed, row.name)
+    tensor = row.scheme.quantize(values, wide=row.wide, seed=seed)
+    proof = row.scheme.proof(values, tensor)
+    result = _Block(tensor.to_arrays(), tensor.params(), row.scheme.errors(values, tensor), proof)
+    plan.source.release(row.name, cut)
+    return result
+
+
+def _write(
+    plan: Plan, row: PlanRow, results: Iterator[tuple[_Item, _Block]], part: PartWriter, progress: Progress
+) -> dict[str, Any]:
+    """Write the blocks of one tensor; the draft of its manifest entry.
+
+    Row errors are added with ``fsum``, exactly rounded: no order of blocks can change the last bit.
+    """
+    params: dict[str, Any] = {}
+    lost: list[float] = []
+    squares: list[float] = []
+    proofs: list[Mapping[str, int | float]] = []
+    width = matrix_shape(row.shape)[1]
+    for (_, cut), block in results:
+        part.write(block.arrays)
+        plan.source.release(row.name, cut)  # a kept tensor's pages were read by this write
+        params = block.params
+        if block.errors is not None:
+            lost += block.errors[0].tolist()
+            squares += block.errors[1].tolist()
+        if block.proof is not None:
+            proofs.append(block.proof)
+        progress.advance((cut.stop - cut.start) * width * row.dtype.itemsize)
+    total = math.fsum(squares)
+    draft = {
+        "layout": row.scheme.layout,
+        "shape": row.shape,
+        "params": params,
+        "scheme": row.scheme.spec(),
+        "relative_error": (math.fsum(lost) / total if total else 0.0) if row.quantized else None,
+        "role": row.role.kind,
+    }
+    return draft | ({"proof": add_proofs(proofs)} if proofs else {})
+
+
+def _line(row: PlanRow, entry: dict[str, Any], seconds: float) -> str:
+    error = "kept" if entry["relative_error"] is None else f"error {entry['relative_error']:.3e}"
+    line = f"{row.name}  {row.scheme.label}  {entry['bpw']:.3f} bpw  {error}  {seconds:.1f} s"
+    return f"{line}  {proof_text(entry['proof'])}, sha256 {entry['sha256']}" if "proof" in entry else line
