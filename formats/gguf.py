@@ -60,10 +60,10 @@ MAX_DIMS = 4
 
 # Bounds that keep a hostile header within a second and 200 MB; the largest real models have 2,000 tensors,
 # 60 pairs.
-_MAX_TENSORS = 1 << 17
+_MAX_TENSORS = 1 << 16
 _MAX_PAIRS = 1 << 16
-_MAX_HEADER = 1 << 27
-_FIRST_READ = 1 << 20
+_MAX_HEADER = 1 << 26
+_FIRST_READ = 1 << 24
 
 
 def padded(size: int, alignment: int) -> int:
@@ -246,7 +246,7 @@ def _read_header(file: MappedFile, strict: bool) -> _Header:
     size = _FIRST_READ
     while True:  # without a map: read more until the header is complete
         try:
-            return _parse(file.read(0, min(size, file.size)).tobytes(), file, strict)
+            return _parse(file.read(0, min(size, file.size)).data, file, strict)
         except MoreBytes:
             size = min(4 * size, _MAX_HEADER)
 
@@ -327,7 +327,7 @@ def _infos(cursor: Cursor, count: int) -> list[_Info]:
             raise FormatError(
                 f"{cursor.where}: {what} has the shape {shape}; no file holds that many elements"
             )
-        infos.append(_Info(name, shape, cursor.number("I", what), cursor.number("Q", what)))
+        infos.append(_Info(name, shape, *cursor.numbers("IQ", what)))
     return infos
 
 

@@ -67,6 +67,9 @@ _DTYPES: dict[ValueType, np.dtype[Any]] = {
 # strings.
 _WALK_LIMIT = 3_000_000
 _DEPTH_LIMIT = 4
+_ARRAY_COST = 100  # an array inside an array takes as long as 100 strings, and 600 bytes
+
+_STRUCTS = {code: struct.Struct("<" + code) for code in ("I", "Q", "IQ")}
 
 
 class MoreBytes(Exception):
@@ -176,12 +179,18 @@ class Cursor:
         if self.at + count > self._held:
             raise MoreBytes
 
-    def number(self, code: str, what: str) -> Any:
-        """One number in ``struct`` notation."""
-        size = struct.calcsize(code)
-        self.need(size, what)
-        (value,) = struct.unpack_from("<" + code, self.data, self.at)
-        self.at += size
+    def number(self, code: str, what: str) -> int:
+        """One number: ``"I"`` of 32 bits or ``"Q"`` of 64."""
+        (value,) = self.numbers(code, what)
+        return value
+
+    def numbers(self, code: str, what: str) -> tuple[int, ...]:
+        """Numbers in ``struct`` notation, one of ``I``, ``Q``, ``IQ``."""
+        form = _STRUCTS[code]
+        if self.at + form.size > self._held:
+            self.need(form.size, what)
+        value = form.unpack_from(self.data, self.at)
+        self.at += form.size
         return value
 
     def raw_string(self, what: str) -> bytes:
@@ -234,7 +243,7 @@ class Cursor:
         if item is ValueType.STRING:
             value = self._strings(count, what)
         elif item is ValueType.ARRAY:
-            self._walk(count, 12, what)
+            self._walk(count, 12, what, _ARRAY_COST)
             value = [self.value(item, what, depth + 1) for _ in range(count)]
         else:
             dtype = _DTYPES[item]
@@ -247,9 +256,9 @@ class Cursor:
             self.at += count * dtype.itemsize
         return KeyValue(value, ValueType.ARRAY, item)
 
-    def _walk(self, count: int, least: int, what: str) -> None:
+    def _walk(self, count: int, least: int, what: str, cost: int = 1) -> None:
         self.need(count * least, what)
-        self._walked += count
+        self._walked += cost * count
         if self._walked > _WALK_LIMIT:
             raise FormatError(
                 f"{self.where}: {what} brings the items to {self._walked}; {_WALK_LIMIT} are allowed"

@@ -151,6 +151,29 @@ def test_sparse_file_of_zeros_is_refused_at_once(tmp_path: Path) -> None:
             assert time.process_time() - start < 1
 
 
+def test_the_largest_headers_stay_cheap(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    count = 1 << 16
+    names = b"".join(text(f"t{i}") + struct.pack("<IQIQ", 1, 8, 0, 32 * i) for i in range(count))
+    arrays = pair("k", 9, struct.pack("<IQ", 9, 1_000_000)) + struct.pack("<IQ", 0, 0) * 1_000_000
+    strings = pair("k", 9, struct.pack("<IQ", 8, 2_999_999))
+    for raw, refused in [
+        (b"GGUF" + struct.pack("<IQQ", 3, count, 0) + names, None),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + arrays, "brings"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + strings, None),
+    ]:
+        with open(path, "wb") as file:
+            file.write(raw)
+            file.truncate(1 << 28)
+        start = time.process_time()
+        try:
+            GgufFile.open(path).close()
+            assert refused is None
+        except FormatError as error:
+            assert refused is not None and "'k' brings" in error.message  # noqa: PT017, PT018
+        assert time.process_time() - start < 1.5  # 0.4 to 0.7 measured
+
+
 def test_lenient_reading_of_unknown_types_and_legacy_q2(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(HOSTILE["unknown type"][0])
