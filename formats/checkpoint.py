@@ -172,6 +172,11 @@ class Checkpoint:
         config = {} if isinstance(self._config, CheckpointError) else self._config
         return packed_format(config, {name: self.dtype(name) for name in self._where})
 
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor is decoded from packed codes; never here, see ``formats.packed_ternary``."""
+        self._file(name)
+        return False
+
     def tokenizer_file(self) -> Path | None:
         """tokenizer.json, where there is one."""
         path = self.folder / "tokenizer.json"

@@ -19,7 +19,7 @@ from trapetum.quantize.blocks import BLOCK_WEIGHTS, row_blocks
 from trapetum.tensors import matrix_shape
 
 if TYPE_CHECKING:
-    from trapetum.formats.checkpoint import Checkpoint
+    from trapetum.formats.packed_ternary import AnyCheckpoint
 
 __all__ = ["Head", "check_tensors"]
 
@@ -44,7 +44,7 @@ class Head:
     notes: tuple[str, ...] = ()
 
 
-def check_tensors(source: Checkpoint, architecture: Architecture) -> Head:
+def check_tensors(source: AnyCheckpoint, architecture: Architecture) -> Head:
     """Compare names and shapes with the config and settle the head.
 
     Raises
@@ -85,7 +85,7 @@ def _several(faults: list[str]) -> str:
     return "; ".join(faults[:_MOST]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _settle_head(source: Checkpoint, found: dict[Role, str]) -> Head:
+def _settle_head(source: AnyCheckpoint, found: dict[Role, str]) -> Head:
     names = {role.kind: name for role, name in found.items() if role.kind in ("embed", "head")}
     stated = text_config(source.config).get("tie_word_embeddings")
     if "embed" not in names:
@@ -107,7 +107,7 @@ def _settle_head(source: Checkpoint, found: dict[Role, str]) -> Head:
     return Head(config={"tie_word_embeddings": False}, notes=(note,))
 
 
-def _identical(source: Checkpoint, first: str, second: str) -> bool:
+def _identical(source: AnyCheckpoint, first: str, second: str) -> bool:
     """Whether two tensors hold the same bytes; stops at the first block that differs."""
     if source.shape(first) != source.shape(second) or source.dtype(first) != source.dtype(second):
         return False

@@ -21,7 +21,6 @@ import trapetum
 from trapetum.errors import OutputError
 from trapetum.formats.assemble import assemble, resume_assembly
 from trapetum.formats.atomic import WORK_FOLDER, FolderLock, refuse_overlap, require_space
-from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.manifest import (
     INDEX,
     MANIFEST,
@@ -31,6 +30,7 @@ from trapetum.formats.manifest import (
     parse_manifest,
 )
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
+from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
 from trapetum.formats.shard_layout import Shard, shard_layout
 from trapetum.hub import resolve_model
 from trapetum.progress import Progress
@@ -42,8 +42,10 @@ from trapetum.quantize.journal import Journal, RunLog
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
+from trapetum.quantize.schemes import scheme_from_spec
 from trapetum.quantize.stream import quantize_tensors
 from trapetum.quantize.survey import survey
+from trapetum.quantize.ternary import cost_note
 
 __all__ = ["Job", "quantize_model"]
 
@@ -62,6 +64,10 @@ def quantize_model(
     threads: int | None = None,
     max_memory: int | None = None,
     seed: int = 0,
+    levels: int | None = None,
+    group_size: int | None = None,
+    hadamard: bool = False,
+    fallback: bool = True,
     revision: str | None = None,
     token: str | None = None,
     overwrite: bool = False,
@@ -79,7 +85,7 @@ def quantize_model(
         A folder (or one ``.safetensors`` file), or a Hub id.
     out : str or Path, optional
         The artifact folder; ``NAME-trapetum-RECIPE`` in the current folder by default.
-    bits, scheme, recipe, effort, seed
+    bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback
         See ``resolve_recipe``; 4 bits by default.
     threads : int, optional
         Worker threads; all usable CPUs by default. The bytes do not depend on it.
@@ -109,9 +115,19 @@ def quantize_model(
         One of its subclasses, with what was found and what to do.
     """
     progress = progress or Progress()
-    resolved = resolve_recipe(recipe, bits=bits, scheme=scheme, effort=effort, seed=seed)
+    resolved = resolve_recipe(
+        recipe,
+        bits=bits,
+        scheme=scheme,
+        effort=effort,
+        seed=seed,
+        levels=levels,
+        group_size=group_size,
+        hadamard=hadamard,
+        fallback=fallback,
+    )
     path = resolve_model(model, revision=revision, token=token, progress=progress)
-    with Checkpoint.open(path) as source:
+    with open_checkpoint(path) as source:
         title = _title(source)
         folder = Path(out) if out is not None else Path(f"{title}-trapetum-{resolved.name}")
         refuse_overlap(folder, [source.folder, *(f.path for f in source.files)])
@@ -119,6 +135,8 @@ def quantize_model(
         if state.artifact and not state.job and not (overwrite or dry_run):
             raise _finished(folder)
         plan = make_plan(source, resolved, any_architecture=any_architecture)
+        if (cost := cost_note(plan)) is not None:
+            plan = replace(plan, notes=(*plan.notes, cost))
         budget = plan.budget(threads, max_memory)
         if dry_run:
             return _dry_run(plan, budget, folder, max_shard_size, progress)
@@ -134,7 +152,7 @@ def _finished(folder: Path) -> OutputError:
     )
 
 
-def _title(source: Checkpoint) -> str:
+def _title(source: AnyCheckpoint) -> str:
     return (
         str(_hub_identity(source.folder).get("repo", source.folder.resolve().name)).rpartition("/")[2]
         or "model"
@@ -257,13 +275,16 @@ class Job:
         self.identity = {**self._settings(), "source": self._source()}
         if stored is not None:
             self._journal.require_same(stored["identity"], self.identity)
-            rows = tuple(replace(r, wide=r.name in stored["wide"]) for r in self.plan.rows)
+            rows = tuple(
+                replace(r, wide=r.name in stored["wide"], scheme=scheme_from_spec(stored["schemes"][r.name]))
+                for r in self.plan.rows
+            )
             self.plan = replace(self.plan, rows=rows, notes=tuple(stored["notes"]), scanned=True)
             return
         self.plan = survey(self.plan, self.budget, self.progress)
         largest = max(s.size for s in _shards(self.plan, self.max_shard_size))
         require_space(self.folder, self.plan.nbytes + largest)
-        self._journal.write(self.identity, [r.name for r in self.plan.rows if r.wide], list(self.plan.notes))
+        self._journal.write(self.identity, self.plan)
 
     def _settings(self) -> dict[str, Any]:
         """What the final bytes depend on, apart from the source."""
@@ -289,6 +310,8 @@ class Job:
             "architecture": self.plan.architecture.model_type,
             "recipe": self.plan.recipe.resolved(),
         }
+        if self.plan.rotation is not None:
+            header["rotation"] = self.plan.rotation.to_json()
         manifest = build_manifest(header, entries)
         carried = read_front_matter(self.plan.source.folder)
         files: dict[str, bytes | Path] = {p.name: p for p in _companions(self.plan.source)}
@@ -310,7 +333,7 @@ class Job:
         )
 
 
-def _companions(source: Checkpoint) -> list[Path]:
+def _companions(source: AnyCheckpoint) -> list[Path]:
     """Files that travel with the weights: config, tokenizer, licences."""
     licences = [p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)]
     return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})

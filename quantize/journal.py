@@ -17,11 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trapetum.errors import OutputError
 from trapetum.formats.atomic import WORK_FOLDER, disk_errors, write_atomic
 from trapetum.formats.manifest import RUN_LOG
+
+if TYPE_CHECKING:
+    from trapetum.quantize.plan import Plan
 
 __all__ = ["Journal", "RunLog", "first_difference"]
 
@@ -54,12 +57,18 @@ class Journal:
         except (OSError, ValueError):
             return None
         whole = isinstance(data, dict) and data.get("version") == _VERSION
-        keys = {"identity": dict, "wide": list, "notes": list}
+        keys = {"identity": dict, "wide": list, "schemes": dict, "notes": list}
         return data if whole and all(isinstance(data.get(k), t) for k, t in keys.items()) else None
 
-    def write(self, identity: Mapping[str, Any], wide: list[str], notes: list[str]) -> None:
-        """Begin a job: its identity, and what the survey of its source found."""
-        data = {"version": _VERSION, "identity": dict(identity), "wide": wide, "notes": notes}
+    def write(self, identity: Mapping[str, Any], plan: Plan) -> None:
+        """Begin a job: its identity, and what the survey of its source settled."""
+        data = {
+            "version": _VERSION,
+            "identity": dict(identity),
+            "wide": [r.name for r in plan.rows if r.wide],
+            "schemes": {r.name: r.scheme.spec() for r in plan.rows},
+            "notes": list(plan.notes),
+        }
         write_atomic(self.folder / WORK_FOLDER / _STATE, json.dumps(data, indent=1).encode())
 
     def require_same(self, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ known. What the plan promises is what the job writes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +17,19 @@ from numpy.typing import NDArray
 from trapetum.errors import UnsupportedModelError
 from trapetum.models.architectures import Architecture, Role, resolve
 from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
+from trapetum.quantize.hadamard import rotate_rows
 from trapetum.quantize.intake import check_tensors
 from trapetum.quantize.recipe import DEFAULT_RULES, Recipe
-from trapetum.quantize.schemes import Keep, Scheme
-from trapetum.tensors import matrix_shape
+from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
+from trapetum.quantize.ternary import Ternary
+from trapetum.quantize.ternary_intake import AsIs
+from trapetum.rotation import HadamardRotation
+from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
 
 if TYPE_CHECKING:
-    from trapetum.formats.checkpoint import Checkpoint
+    from trapetum.formats.packed_ternary import AnyCheckpoint
 
-__all__ = ["Plan", "PlanRow", "as_float", "make_plan"]
+__all__ = ["Plan", "PlanRow", "as_float", "make_plan", "tensor_values"]
 
 # What k-means works on as stored; other float types are widened or narrowed to float32 block by block.
 NATIVE = ("bfloat16", "float16", "float32")
@@ -40,6 +44,11 @@ def as_float(block: NDArray[Any]) -> NDArray[Any]:
         over="ignore"
     ):  # float64 beyond float32 becomes infinity, which the scan refuses by name
         return block.astype(np.float32)
+
+
+def tensor_values(tensor: QuantizedTensor) -> NDArray[Any]:
+    """Values of a source's tensor or row block: as stored where they are dense (see :func:`as_float`), else decoded."""
+    return as_float(tensor.values) if isinstance(tensor, DenseTensor) else tensor.dequantize(slice(None))
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,11 @@ class PlanRow:
     def quantized(self) -> bool:
         """Whether anything is done to the values."""
         return not isinstance(self.scheme, Keep)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the plan's rotation is folded into the weights before they are quantized."""
+        return isinstance(self.scheme, Ternary) and self.scheme.rotated
 
     @property
     def parameters(self) -> int:
@@ -125,7 +139,7 @@ class Plan:
 
     Parameters
     ----------
-    source : Checkpoint
+    source : Checkpoint or PackedCheckpoint
     recipe : Recipe
         Resolved.
     architecture : Architecture
@@ -137,15 +151,23 @@ class Plan:
         What a person should know.
     scanned : bool
         Whether ``wide`` is known for every row (and the weights are known to be finite).
+    rotation : HadamardRotation, optional
+        Folded into the rows that are ``rotated``.
     """
 
-    source: Checkpoint
+    source: AnyCheckpoint
     recipe: Recipe
     architecture: Architecture
     rows: tuple[PlanRow, ...]
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
     scanned: bool = False
+    rotation: HadamardRotation | None = None
+
+    def values(self, row: PlanRow, rows: slice) -> NDArray[Any]:
+        """What the scheme of ``row`` works on: a row block of the source, rotated where the row is."""
+        values = tensor_values(self.source.load(row.name, rows))
+        return self.rotation.fold(values) if self.rotation is not None and row.rotated else values
 
     @property
     def parameters(self) -> int:
@@ -189,12 +211,12 @@ class Plan:
         }
 
 
-def make_plan(source: Checkpoint, recipe: Recipe, *, any_architecture: bool = False) -> Plan:
+def make_plan(source: AnyCheckpoint, recipe: Recipe, *, any_architecture: bool = False) -> Plan:
     """Decide what happens to each tensor; no weight is read (but for two heads that must be compared).
 
     Parameters
     ----------
-    source : Checkpoint
+    source : Checkpoint or PackedCheckpoint
     recipe : Recipe
         Resolved, see ``resolve_recipe``.
     any_architecture : bool
@@ -215,18 +237,31 @@ def make_plan(source: Checkpoint, recipe: Recipe, *, any_architecture: bool = Fa
         )
     architecture = resolve(source.config, any_architecture=any_architecture)
     head = check_tensors(source, architecture)
-    rows = tuple(
+    wanted = tuple(
         _row(source, recipe, architecture, name) for name in source.names() if name != head.duplicate
     )
-    notes = [*source.notes, *head.notes, *_kept_notes(rows), *_idle_rules(recipe, rows), *_narrow_rows(rows)]
+    rows, fallen = _fit_rows(source, recipe, wanted)
+    rotation = None
+    if recipe.hadamard:
+        rows, rotation, rotated = rotate_rows(rows, architecture, recipe.seed)
+        fallen += rotated
+    notes = [
+        *source.notes,
+        *head.notes,
+        *fallen,
+        *_kept_notes(rows),
+        *_idle_rules(recipe, rows),
+        *_narrow_rows(rows),
+    ]
     if architecture.any_architecture:
         notes.append(
             f"architecture {architecture.model_type} is not in the table: roles are guessed from names"
         )
-    return Plan(source, recipe, architecture, rows, {**source.config, **head.config}, tuple(notes))
+    config = {**source.config, **head.config}
+    return Plan(source, recipe, architecture, rows, config, tuple(notes), rotation=rotation)
 
 
-def _row(source: Checkpoint, recipe: Recipe, architecture: Architecture, name: str) -> PlanRow:
+def _row(source: AnyCheckpoint, recipe: Recipe, architecture: Architecture, name: str) -> PlanRow:
     """Give one tensor its scheme: its form first, then the recipe."""
     role, shape, dtype = architecture.role(name), source.shape(name), source.dtype(name)
     scheme: Scheme = Keep()
@@ -240,7 +275,60 @@ def _row(source: Checkpoint, recipe: Recipe, architecture: Architecture, name: s
         why = f"{role.kind}, one-dimensional"
     elif index is not None:
         scheme = recipe.scheme_of(recipe.rules[index])
+    if isinstance(scheme, Keep) and source.is_packed(name):
+        scheme, why = AsIs(), f"{why}; its packed codes are taken over"
     return PlanRow(name, source.file(name).name, shape, dtype, role, scheme, why)
+
+
+def _fit_rows(
+    source: AnyCheckpoint, recipe: Recipe, rows: tuple[PlanRow, ...]
+) -> tuple[tuple[PlanRow, ...], list[str]]:
+    """Give rows that do not fit their scheme a fallback, with a note for each kind; refuse those that have none.
+
+    Nothing is ever padded: a longer row would meet activations of the old length.
+    """
+    settled: list[PlanRow] = []
+    moved: dict[tuple[str, str, str], list[str]] = {}
+    refused: list[tuple[PlanRow, str]] = []
+    for row in rows:
+        misfit = row.scheme.misfit(row.shape)
+        if misfit is None:
+            settled.append(row)
+            continue
+        taken = next((s for s in recipe.fallbacks_of(row.scheme) if s.misfit(row.shape) is None), None)
+        if taken is None:
+            refused.append((row, misfit))
+            continue
+        moved.setdefault((row.scheme.label, misfit, taken.label), []).append(row.name)
+        settled.append(
+            replace(row, scheme=taken, why=f"{misfit}: {taken.label} instead of {row.scheme.label}")
+        )
+    if refused:
+        lengths = sorted({row.shape[-1] for row, _ in refused})
+        fits = "; ".join(f"rows of {n} fit {', '.join(_fitting(n))}" for n in lengths)
+        raise UnsupportedModelError(
+            f"{source.path}: {len(refused)} tensors do not fit their scheme: "
+            + "; ".join(f"{row.name} ({row.scheme.label}: {misfit})" for row, misfit in refused),
+            hint=f"{fits}. Give these tensors a rule, or allow fallbacks.",
+        )
+    notes = [
+        f"{misfit}: {len(names)} tensors take {taken} instead of {label}: {', '.join(names[:4])}"
+        + (", ..." if len(names) > 4 else "")
+        for (label, misfit, taken), names in moved.items()
+    ]
+    return tuple(settled), notes
+
+
+def _fitting(length: int) -> list[str]:
+    """Names of the schemes that a row of this length fits, ternary ones by group size."""
+    schemes: dict[str, Scheme] = {}
+    for name, build in NAMED.items():
+        for options in (Options(), Options(group_size=64)) if name == Ternary.name else (Options(),):
+            scheme = build(options)
+            schemes.setdefault(scheme.label, scheme)
+    return [
+        label for label, s in schemes.items() if not isinstance(s, AsIs) and s.misfit((1, length)) is None
+    ]
 
 
 def _kept_notes(rows: tuple[PlanRow, ...]) -> list[str]:
@@ -271,9 +359,12 @@ def _narrow_rows(rows: tuple[PlanRow, ...]) -> list[str]:
     notes = []
     for label in dict.fromkeys(r.scheme.label for r in rows if r.quantized and r.bpw > 10):
         found = [r for r in rows if r.scheme.label == label and r.bpw > 10]
-        bits = 8 * sum(r.nbytes for r in found) / sum(r.parameters for r in found)
+        count, was, size = (
+            sum(getattr(r, k) for r in found) for k in ("parameters", "source_nbytes", "nbytes")
+        )
+        advice = "; they would be smaller as they are: use keep = true" if size >= was else ""
         notes.append(
-            f"{len(found)} tensors with short rows cost {bits:.2f} bits a weight under {label}, because each row "
-            f"carries its own codebook (the first: {found[0].name}, rows of {found[0].shape[-1]})"
+            f"{len(found)} tensors with short rows cost {8 * size / count:.2f} bits a weight under {label}, because "
+            f"each row carries its own codebook (the first: {found[0].name}, rows of {found[0].shape[-1]}){advice}"
         )
     return notes

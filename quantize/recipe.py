@@ -7,6 +7,10 @@
     bits = 4                        # what a rule without bits means
     scheme = "kmeans"
     effort = "default"              # fast | default | high
+    levels = 3                      # of scheme ternary: 3 | 4
+    group_size = 128                # of scheme ternary: 128 | 64
+    hadamard = false                # fold a rotation into ternary weights
+    fallback = ["gguf:Q8_0"]        # optional: what rows that do not fit a scheme take; [] refuses them
     seed = 0
 
     [[rules]]                       # first match wins
@@ -31,6 +35,7 @@ import json
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import cached_property
 from importlib.resources import files
@@ -40,12 +45,22 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trapetum.errors import RecipeError
-from trapetum.quantize.schemes import BITS, SCHEMES, Keep, Scheme, scheme_from_bits
+from trapetum.quantize.block_scheme import PREFIX
+from trapetum.quantize.schemes import (
+    BITS,
+    NAMED,
+    Keep,
+    Options,
+    Scheme,
+    check_scheme_name,
+)
+from trapetum.quantize.ternary import Ternary
 
 __all__ = [
     "DEFAULT_RULES",
     "GROUPS",
     "ROLES",
+    "TERNARY_BITS",
     "Recipe",
     "Rule",
     "list_recipes",
@@ -69,10 +84,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
 
 
-def _known_scheme(value: str) -> str:
-    if value not in BITS:
-        raise ValueError(f"is {value!r}; allowed: {', '.join(sorted(BITS))}")
-    return value
+TERNARY_BITS = 1.58
+"""What ``bits`` calls ternary weights: log2(3), to two places."""
 
 
 def _listed(value: Any) -> Any:
@@ -83,7 +96,7 @@ class Rule(BaseModel):
     """One rule: which tensors, and what happens to them.
 
     Exactly one of ``glob``, ``regex`` and ``role`` selects tensors; ``layers`` narrows the selection. ``keep`` excludes
-    ``scheme``, ``bits`` and ``effort``; what is left out comes from the recipe's top level.
+    ``scheme`` and its options; what is left out comes from the recipe's top level.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -95,6 +108,8 @@ class Rule(BaseModel):
     scheme: str | None = None
     bits: int | None = None
     effort: Effort | None = None
+    levels: int | None = None
+    group_size: int | None = None
     keep: bool = False
 
     _lists = field_validator("glob", "role", mode="before")(_listed)
@@ -118,7 +133,7 @@ class Rule(BaseModel):
     @field_validator("scheme")
     @classmethod
     def _scheme(cls, value: str | None) -> str | None:
-        return None if value is None else _known_scheme(value)
+        return None if value is None else check_scheme_name(value)
 
     @model_validator(mode="after")
     def _whole(self) -> Rule:
@@ -127,8 +142,8 @@ class Rule(BaseModel):
             raise ValueError(
                 f"needs exactly one of glob, regex, role; found {', '.join(selectors) or 'none'}"
             )
-        if self.keep and (self.scheme or self.bits or self.effort):
-            raise ValueError("keep = true cannot go with scheme, bits or effort")
+        if self.keep and any((self.scheme, self.bits, self.effort, self.levels, self.group_size)):
+            raise ValueError("keep = true cannot go with scheme, bits, effort, levels or group_size")
         return self
 
     @cached_property
@@ -181,20 +196,45 @@ class Recipe(BaseModel):
     scheme: str = "kmeans"
     bits: int = 4
     effort: Effort = "default"
+    levels: int = 3
+    group_size: int = 128
+    hadamard: bool = False
+    fallback: tuple[str, ...] | None = Field(default=None, strict=False)
     seed: int = Field(default=0, ge=0)
     rules: tuple[Rule, ...] = Field(default=(), strict=False)
 
     @field_validator("scheme")
     @classmethod
     def _scheme(cls, value: str) -> str:
-        return _known_scheme(value)
+        return check_scheme_name(value)
+
+    @field_validator("fallback")
+    @classmethod
+    def _fallback(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return value if value is None else tuple(check_scheme_name(v) for v in value)
 
     def scheme_of(self, rule: Rule) -> Scheme:
         """The scheme that ``rule`` gives, with this recipe's defaults filled in."""
         if rule.keep:
             return Keep()
-        bits = self.bits if rule.bits is None else rule.bits
-        return scheme_from_bits(rule.scheme or self.scheme, bits, rule.effort or self.effort)
+        name = rule.scheme or self.scheme
+        for option, takers in (("bits", BITS), ("levels", (Ternary.name,)), ("group_size", (Ternary.name,))):
+            if getattr(rule, option) is not None and name not in takers:
+                raise RecipeError(
+                    f"{option} is {getattr(rule, option)} for scheme {name}; it goes with: {', '.join(takers)}"
+                )
+        return NAMED[name](self._options(rule))
+
+    def _options(self, rule: Rule | None = None) -> Options:
+        keys = [f.name for f in fields(Options)]
+        own = {} if rule is None else {k: v for k in keys if (v := getattr(rule, k)) is not None}
+        return Options(**{k: getattr(self, k) for k in keys} | own)
+
+    def fallbacks_of(self, scheme: Scheme) -> tuple[Scheme, ...]:
+        """What a tensor takes, first fit first, whose rows do not fit ``scheme``; empty where it is to be refused."""
+        if self.fallback is None:
+            return scheme.fallbacks()
+        return tuple(NAMED[name](self._options()) for name in self.fallback)
 
     def find(self, name: str, kind: str, layer: int | None = None, expert: bool = False) -> int | None:
         """Index of the first rule that selects a tensor, or None."""
@@ -208,6 +248,10 @@ class Recipe(BaseModel):
             "scheme": self.scheme,
             "bits": self.bits,
             "effort": self.effort,
+            "levels": self.levels,
+            "group_size": self.group_size,
+            "hadamard": self.hadamard,
+            "fallback": None if self.fallback is None else list(self.fallback),
             "seed": self.seed,
             "rules": [r.model_dump(exclude_defaults=True) for r in self.rules],
         }
@@ -259,66 +303,108 @@ def resolve_recipe(
     scheme: str | None = None,
     effort: str = "default",
     seed: int = 0,
+    levels: int | None = None,
+    group_size: int | None = None,
+    hadamard: bool = False,
+    fallback: bool = True,
 ) -> Recipe:
     """Merge a recipe with the options of a call and append the default rules.
 
     Parameters
     ----------
     recipe : str, Path, Recipe or dict, optional
-        A shipped name, a file, or the content; without one, the shipped recipe for ``bits`` is taken.
+        A shipped name, a file, or the content; without one, the shipped recipe for ``scheme`` or ``bits`` is taken.
     bits : float, optional
-        Replaces the recipe's top-level ``bits``; 4 when there is no recipe either.
-    scheme, effort, seed
-        Replace the recipe's; ``"default"`` and 0 leave them as they are.
+        Replaces the recipe's top-level ``bits``; 4 when there is no recipe either. 1.58 means scheme ternary.
+    scheme, effort, seed, levels, group_size, hadamard
+        Replace the recipe's; ``"default"``, 0, None and False leave them as they are.
+    fallback : bool
+        False refuses tensors that do not fit their scheme, whatever the recipe says.
 
     Raises
     ------
     RecipeError
         If an option or the recipe is wrong, or asks for what is not available.
     """
+    if bits == TERNARY_BITS and scheme in (None, Ternary.name):
+        bits, scheme = None, Ternary.name
     width = None if bits is None else _whole_bits(bits, scheme)
     if recipe is None:
-        wanted = 4 if width is None else width
-        named = "4bit-head8" if wanted == 4 else f"{wanted}bit"
-        recipe = named if named in list_recipes() else Recipe(name=named, bits=wanted)
+        recipe = _default_recipe(scheme, width)
     if isinstance(recipe, dict):
         recipe = _validated(recipe, "", default_name="custom")
     base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    changes: dict[str, Any] = {}
-    if width is not None and width != base.bits:
-        changes["bits"] = width
-    if scheme is not None:
-        changes["scheme"] = scheme
+    wanted = {
+        "bits": width,
+        "scheme": scheme,
+        "levels": levels,
+        "group_size": group_size,
+        "seed": seed or None,
+    }
+    changes: dict[str, Any] = {k: v for k, v in wanted.items() if v is not None}
     if effort != "default":
         changes["effort"] = effort
-    if seed:
-        changes["seed"] = seed
+    if hadamard:
+        changes["hadamard"] = True
+    if not fallback:
+        changes["fallback"] = ()
     rules = base.rules
     if rules[-len(DEFAULT_RULES) :] != DEFAULT_RULES:
         rules = (*rules, *DEFAULT_RULES)
     merged = {**base.model_dump(exclude={"rules"}), **changes}
     result = _validated({**merged, "rules": [r.model_dump() for r in rules]}, "", default_name=base.name)
+    schemes = []
     for i, rule in enumerate(result.rules):
         try:
-            result.scheme_of(rule)
+            schemes.append(result.scheme_of(rule))
         except RecipeError as e:
             where = f"rules[{i}]" if i < len(base.rules) else "recipe"
             raise RecipeError(f"{where}: {e.message}", hint=e.hint) from e
+    _check_ternary_options(levels, group_size, result.hadamard, schemes)
     return result
+
+
+def _default_recipe(scheme: str | None, bits: int | None) -> Recipe | str:
+    """What is meant without a recipe: the shipped one of that name, else the scheme or width with the default rules."""
+    shipped = list_recipes()
+    if scheme is not None and scheme not in BITS:
+        name = scheme.replace(":", "-")
+        # A head that is not tied takes the type that llama.cpp gives it.
+        rules = (Rule(role=["head"], scheme="gguf:Q6_K"),) if scheme.startswith(PREFIX) else ()
+        return name if name in shipped else Recipe(name=name, scheme=scheme, rules=rules)
+    wanted = 4 if bits is None else bits
+    named = "4bit-head8" if wanted == 4 else f"{wanted}bit"
+    return named if named in shipped else Recipe(name=named, bits=wanted)
+
+
+def _check_ternary_options(
+    levels: int | None, group_size: int | None, hadamard: bool, schemes: Sequence[Scheme]
+) -> None:
+    """Options that would do nothing are refused: they were meant for another scheme."""
+    given = {"levels": levels is not None, "group_size": group_size is not None, "hadamard": hadamard}
+    idle = [name for name, is_given in given.items() if is_given]
+    if idle and not any(isinstance(s, Ternary) for s in schemes):
+        raise RecipeError(
+            f"{', '.join(idle)}: no rule of this recipe has scheme ternary, which alone takes it",
+            hint="Use --scheme ternary, or leave the option out.",
+        )
 
 
 def _whole_bits(bits: float, scheme: str | None) -> int:
     """The whole number of bits, or the reason why there is none."""
-    if scheme is None and bits in (2, 1.58):
-        family = "additive codebooks" if bits == 2 else "ternary weights"
+    if scheme is None and bits == 2:
         raise RecipeError(
-            f"bits is {bits:g}, which means {family}; that scheme is not available yet",
+            "bits is 2, which means additive codebooks; that scheme is not available yet",
             hint="Use --bits 3, 4, 5, 6 or 8 (or --scheme kmeans --bits 2 for 4-entry codebooks).",
         )
-    widths = BITS.get(scheme or "kmeans", {})
+    if scheme is not None and scheme not in BITS:
+        if scheme not in NAMED:
+            raise RecipeError(f"scheme is {scheme!r}; available: {', '.join(NAMED)}")
+        raise RecipeError(
+            f"bits is {bits:g}, but scheme {scheme} has no bits to choose", hint="Leave --bits out."
+        )
+    widths = BITS[scheme or "kmeans"]
     if bits not in widths:
-        if scheme is not None and scheme not in SCHEMES:
-            raise RecipeError(f"scheme is {scheme!r}; available: {', '.join(sorted(BITS))}")
         allowed = [b for b in widths if scheme is not None or b != 2]
         raise RecipeError(f"bits is {bits:g}; allowed: {', '.join(map(str, allowed))}")
     return int(bits)

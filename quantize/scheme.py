@@ -1,7 +1,7 @@
 """What a scheme is: the protocol from which recipe, plan, job and artifact work.
 
-A *scheme* names a search and its parameters; a *layout* (``trapetum.tensors``) names how its result is stored. The table
-of schemes is ``quantize.schemes``.
+A *scheme* names a search and its parameters; a *layout* (``trapetum.tensors``) names how its result is stored. The
+table of schemes is ``quantize.schemes``.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ class Scheme(ABC):
         return {"name": self.name, **{f.name: getattr(self, f.name) for f in fields(self)}}
 
     @abstractmethod
-    def arrays(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> Arrays:
+    def arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool) -> Arrays:
         """Stored arrays (suffix -> dtype, shape) of a tensor, before any work; their bytes are exact.
 
         Parameters
@@ -132,7 +130,7 @@ class Scheme(ABC):
         return np.square(lost).sum(axis=1), np.square(wanted).sum(axis=1)
 
     def proof(self, weight: NDArray[Any], result: QuantizedTensor) -> Mapping[str, int | float] | None:
-        """What shows that nothing was lost, for schemes that promise it; sums over row blocks, keys ``max_`` are maxima."""
+        """Counts that show that nothing was lost, for schemes that promise it; see ``ternary_intake.add_proofs``."""
         return None
 
     @property

@@ -92,9 +92,7 @@ class KMeans(Scheme):
         """``kmeans K=16``."""
         return f"kmeans K={self.codebook_size}"
 
-    def arrays(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> Arrays:
+    def arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool) -> Arrays:
         """``codes`` (bit stream) and ``codebook`` (float16, float32 when wide)."""
         rows, in_features = matrix_shape(shape)
         bits = (self.codebook_size - 1).bit_length()
@@ -150,9 +148,7 @@ class Keep(Scheme):
         """``keep``."""
         return self.name
 
-    def arrays(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool
-    ) -> Arrays:
+    def arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool) -> Arrays:
         """One array, under the tensor's own name."""
         return {"": (np.dtype(dtype), tuple(shape))}
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trapetum.errors import CheckpointError
+from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
-from trapetum.quantize.plan import FLOATS, Plan, PlanRow, as_float
-from trapetum.tensors import matrix_shape
+from trapetum.quantize.plan import FLOATS, Plan, PlanRow, tensor_values
+from trapetum.quantize.schemes import Keep
+from trapetum.quantize.ternary_intake import AsIs, Recognition, recognise
+from trapetum.tensors import DenseTensor, matrix_shape
 
 __all__ = ["Finding", "survey"]
 
@@ -32,6 +34,8 @@ class Finding:
     inf: int = 0
     first: int = -1
     wide: bool = False
+    peak: float = 0.0
+    ternary: Recognition = field(default_factory=Recognition)
 
     def add(self, other: Finding, offset: int) -> None:
         """Take in the next block, whose first value has flat index ``offset``."""
@@ -40,6 +44,8 @@ class Finding:
         self.nan += other.nan
         self.inf += other.inf
         self.wide |= other.wide
+        self.peak = max(self.peak, other.peak)
+        self.ternary.add(other.ternary)
 
 
 def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -> Plan:
@@ -90,21 +96,69 @@ def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -
             if row.role.kind not in _LENIENT or row.quantized:
                 raise _not_finite(plan, row, total)
             notes.append(f"{row.name} holds {total.nan} NaN and {total.inf} infinite values; kept as it is")
-    settled = tuple(replace(r, wide=f.wide) for r, f in zip(plan.rows, findings, strict=True))
+        elif total.peak > row.scheme.limit:
+            raise _too_large(plan, row, total)
+    settled = tuple(_settled(r, f) for r, f in zip(plan.rows, findings, strict=True))
+    notes += _not_taken(plan, settled)
     return replace(plan, rows=settled, notes=(*plan.notes, *notes), scanned=True)
 
 
 def _look(plan: Plan, row: PlanRow, rows: slice) -> Finding:
     from trapetum.quantize.scan import count_nonfinite
 
-    block = plan.source.load(row.name, rows).values
-    found = Finding(*count_nonfinite(block))
-    if row.quantized and found.first < 0:
-        values = as_float(block)
-        if values is not block:  # a float64 may be beyond float32
-            found = Finding(*count_nonfinite(values))
-        found.wide = found.first < 0 and row.scheme.wide(values)
+    block = plan.source.load(row.name, rows)
+    values = block.values if isinstance(block, DenseTensor) else block.dequantize(slice(None))
+    found = Finding(*count_nonfinite(values))
+    if not row.quantized or found.first >= 0:
+        return found
+    floats = tensor_values(block)
+    if floats is not values:  # a float64 may be beyond float32
+        found = Finding(*count_nonfinite(floats))
+        if found.first >= 0:
+            return found
+    if isinstance(row.scheme, AsIs):
+        found.ternary = recognise(floats)
+    else:
+        found.wide = row.scheme.wide(floats)
+        if row.scheme.limit < np.inf:
+            found.peak = float(np.max(np.abs(floats), initial=0))
     return found
+
+
+def _settled(row: PlanRow, found: Finding) -> PlanRow:
+    """The row with what was found: ``wide``, and for a scheme that asked for it, what the tensor is."""
+    if not isinstance(row.scheme, AsIs):
+        return replace(row, wide=found.wide)
+    taken = found.ternary.settle(row.shape, row.source_nbytes)
+    if taken is None:
+        return replace(row, scheme=Keep(), why=f"{row.why}; not ternary in groups of a row, 128 or 64")
+    return replace(row, scheme=taken[0], wide=taken[1])
+
+
+def _not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
+    """Say which tensors were asked to be taken over and are not ternary; all of them is an error."""
+    asked = [now for was, now in zip(plan.rows, settled, strict=True) if isinstance(was.scheme, AsIs)]
+    kept = [r.name for r in asked if isinstance(r.scheme, Keep)]
+    if asked and len(kept) == len(asked):
+        raise UnsupportedModelError(
+            f"{plan.source.path}: scheme asis takes over weights that are ternary already, and none of "
+            f"{len(asked)} tensors is, such as {kept[0]}",
+            hint="Quantize it: --bits 4, or --scheme ternary and read what that costs.",
+        )
+    if not kept:
+        return []
+    more = ", ..." if len(kept) > 8 else ""
+    return [
+        f"{len(kept)} of {len(asked)} tensors are not ternary and kept as they are: {', '.join(kept[:8])}{more}"
+    ]
+
+
+def _too_large(plan: Plan, row: PlanRow, total: Finding) -> CheckpointError:
+    return CheckpointError(
+        f"{plan.source.file(row.name)}: tensor {row.name} holds a weight of magnitude {total.peak:g}; "
+        f"{row.scheme.label} stores float16 scales, up to {row.scheme.limit:g}",
+        hint="Give this tensor another scheme, such as kmeans, or keep it.",
+    )
 
 
 def _not_finite(plan: Plan, row: PlanRow, total: Finding) -> CheckpointError:

@@ -90,7 +90,11 @@ class Ternary(Scheme):
     def misfit(self, shape: tuple[int, ...]) -> str | None:
         """Rows must be whole groups."""
         length = matrix_shape(shape)[1]
-        return f"rows of {length} are not whole groups of {self.group_size}" if length % self.group_size else None
+        return (
+            f"rows of {length} are not whole groups of {self.group_size}"
+            if length % self.group_size
+            else None
+        )
 
     def fallbacks(self) -> tuple[Scheme, ...]:
         """Groups of 64, then 4-bit codebooks, which fit any row."""
@@ -139,20 +143,19 @@ def cost_note(plan: Plan) -> str | None:
         return "the sampled weights are ternary already, so nothing is lost; --scheme asis proves it tensor by tensor"
     label = chosen[0].scheme.label
     return (
-        f"{label} keeps these weights with a relative squared error of {ternary:.3f} on a sample, 4 bits with {four:.4f}: "
-        f"{ternary / four:.0f} times as much, which a model that was not trained for it does not survive unharmed"
+        f"{label} keeps these weights with a relative squared error of {ternary:.3f} on a sample, 4 bits with "
+        f"{four:.4f}, {ternary / four:.0f} times less: a model that was not trained for ternary weights gets much worse"
     )
 
 
 def _sampled(plan: Plan, rows: Sequence[PlanRow]) -> NDArray[np.float64]:
     """(squared error, squared error at 4 bits, squares) of a few rows of each tensor, float64 [tensors, 3]."""
-    from trapetum.quantize.plan import row_values
     from trapetum.quantize.schemes import KMeans
 
     found = []
     for row in rows:
         count, width = matrix_shape(row.shape)
-        values = row_values(plan, row, slice(0, min(count, max(1, _SAMPLE_WEIGHTS // width))))
+        values = plan.values(row, slice(0, min(count, max(1, _SAMPLE_WEIGHTS // width))))
         plan.source.release(row.name)
         error, squares = _errors(row.scheme, values)
         found.append((error, _errors(KMeans(16), values)[0], squares))

@@ -5,12 +5,13 @@ TriLM) or for each group of 128 or 64. Fitting such weights anew would find the 
 survey looks at every group, the widest candidate first; a tensor that fails any group of every candidate is kept as it
 is. Groups that hold +2s (or -2s) beside {-s, 0, +s} take the fourth code.
 
-Packed checkpoints (``formats.packed_ternary``) come as codes and scales and go through the same proof.
+Packed checkpoints (``formats.packed_ternary``) are decoded by their own formula and go the same way: the proof compares
+the codes that are stored with the values that the source's format gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from trapetum.quantize.scheme import Arrays, Scheme
 from trapetum.quantize.ternary import ternary_arrays
 from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor
 
-__all__ = ["AsIs", "Recognition", "TernaryAsIs", "proof_line", "recognise"]
+__all__ = ["AsIs", "Recognition", "TernaryAsIs", "add_proofs", "proof_text", "recognise"]
 
 _GROUPS = (128, 64)  # after the whole row
 
@@ -102,7 +103,9 @@ class TernaryAsIs(Scheme):
         """
         codes, scales, counts = _split(weight, self.group_size)
         if counts is None:
-            raise ValueError("the weights changed while the job ran: a group that was ternary is not any more")
+            raise ValueError(
+                "the weights changed while the job ran: a group that was ternary is not any more"
+            )
         return TernaryTensor(codes, scales.astype(np.float32 if wide else np.float16), self.levels)
 
     def proof(self, weight: NDArray[Any], result: QuantizedTensor) -> Mapping[str, int | float]:
@@ -113,13 +116,16 @@ class TernaryAsIs(Scheme):
         empty = int((by_group == 1).all(axis=2).sum())
         values = result.dequantize(slice(None)).astype(np.float64)
         exact = result.scales.astype(np.float16, copy=False).astype(np.float32) == result.scales
+        difference = float(np.max(np.abs(values - weight.astype(np.float64)), initial=0.0))
+        if difference != 0:
+            raise ValueError(f"codes and scales differ from the weights by {difference:g}")
         return {
             "groups": result.scales.size,
             "single_magnitude_groups": result.scales.size - empty - int((by_group == 3).any(axis=2).sum()),
             "zero_groups": empty,
             "code_3": int(np.count_nonzero(result.codes == 3)),
             "scales_exact_in_float16": int(np.count_nonzero(exact)),
-            "max_difference": float(np.max(np.abs(values - weight.astype(np.float64)), initial=0.0)),
+            "max_difference": difference,
         }
 
     @property
@@ -147,7 +153,8 @@ class Recognition:
         if self.blocks:
             both = [g for g in self.groups if g in other.groups]
             self.groups = {
-                g: (max(self.groups[g][0], other.groups[g][0]), self.groups[g][1] or other.groups[g][1]) for g in both
+                g: (max(self.groups[g][0], other.groups[g][0]), self.groups[g][1] or other.groups[g][1])
+                for g in both
             }
         else:
             self.groups = dict(other.groups)
@@ -163,23 +170,20 @@ class Recognition:
         return None
 
 
-def recognise(block: QuantizedTensor) -> Recognition:
+def recognise(values: NDArray[Any]) -> Recognition:
     """Which groupings make these rows ternary.
 
     Parameters
     ----------
-    block : QuantizedTensor
-        Dense values, all finite, or a ternary tensor of a packed checkpoint.
+    values : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
+        All finite.
 
     Examples
     --------
     >>> row = np.array([[0.5, 0, -0.5, 0.5], [0, 0.25, 0.25, 0]], np.float32)
-    >>> recognise(DenseTensor(row)).groups
+    >>> recognise(row).groups
     {4: (3, False)}
     """
-    if isinstance(block, TernaryTensor):
-        return Recognition({block.group_size: (block.levels, block.scales.dtype == np.float32)}, 1)
-    values = block.dequantize(slice(None))
     length = values.shape[1]
     found = {}
     for group in (length, *(g for g in _GROUPS if g < length and length % g == 0)):
@@ -204,11 +208,16 @@ def _split(
     return codes, scales, None if zero < 0 else (int(zero), int(threes))
 
 
-def proof_line(name: str, proof: Mapping[str, int | float]) -> str:
-    """The proof of one tensor as one line."""
+def add_proofs(blocks: Sequence[Mapping[str, int | float]]) -> dict[str, int | float]:
+    """The proof of a tensor from those of its row blocks: counts add up, ``max_`` keys are maxima."""
+    return {k: (max if k.startswith("max_") else sum)(b[k] for b in blocks) for k in blocks[0]}
+
+
+def proof_text(proof: Mapping[str, int | float]) -> str:
+    """A proof in words."""
     exact, groups = proof["scales_exact_in_float16"], proof["groups"]
     return (
-        f"{name}: {groups:,} groups checked, {proof['single_magnitude_groups']:,} with one magnitude, "
-        f"{proof['zero_groups']:,} zero, {proof['code_3']:,} of code 3, largest difference {proof['max_difference']:g}, "
+        f"{groups:,} groups checked, {proof['single_magnitude_groups']:,} with one magnitude, "
+        f"{proof['zero_groups']:,} zero, {proof['code_3']:,} codes 3, largest difference {proof['max_difference']:g}, "
         f"{'all' if exact == groups else f'{exact:,} of {groups:,}'} scales exact in float16"
     )
