@@ -52,7 +52,10 @@ def export_lines(plan: ExportPlan, path: Path, *, dry_run: bool) -> str:
 def export(
     artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")],
     format: Annotated[
-        str, format_option("--format", help="cbk: a .cbk file; hf: a dense Hugging Face folder.")
+        str,
+        format_option(
+            "--format", help="cbk: a .cbk file; hf: a dense Hugging Face folder; gguf: for llama.cpp."
+        ),
     ],
     out: Annotated[
         Path | None,
@@ -65,6 +68,15 @@ def export(
             parse=choice("f32", "bf16", "f16"),
             metavar="NAME",
             help="hf: f32 (exact, the default), bf16 or f16.",
+        ),
+    ] = None,
+    gguf_type: Annotated[
+        str | None,
+        typer.Option(
+            "--gguf-type",
+            metavar="TYPE",
+            help="gguf: auto (the default), Q2_0 PQ2_0 PTQ1_0 TQ2_0 TQ1_0 for ternary tensors, Q2_K ... Q8_0 for "
+            "codebooks, F16 BF16 F32 for all.",
         ),
     ] = None,
     source: Annotated[
@@ -91,12 +103,14 @@ def export(
         out,
         source=source,
         dtype=dtype,
+        gguf_type=gguf_type,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         threads=threads,
     ) as plan:
+        known = 0 if dry_run else len(plan.notes)  # writing says those itself
         path = out if dry_run else plan.write(progress)
-        for text in plan.notes:
+        for text in plan.notes[known:]:
             progress.note(text)
         data = {"path": str(path), "dry_run": dry_run, **plan.report()}
         emit(data, lambda: export_lines(plan, path, dry_run=dry_run), as_json=json)

@@ -5,6 +5,7 @@ format      output
 ==========  ===================================================================================
 ``cbk``     a .cbk with 4-bit codebooks: a folder ready to serve, or one file and its manifest
 ``hf``      a folder with dense weights that transformers loads
+``gguf``    a GGUF that llama.cpp loads, in one file or split
 ==========  ===================================================================================
 """
 
@@ -39,6 +40,7 @@ class ExportFormat:
 FORMATS: dict[str, ExportFormat] = {
     "cbk": ExportFormat("trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks"),
     "hf": ExportFormat("trapetum.export.hf", "plan_hf", "a dense Hugging Face folder"),
+    "gguf": ExportFormat("trapetum.export.gguf_plan", "plan_gguf", "a GGUF file that llama.cpp loads"),
 }
 
 
@@ -50,6 +52,7 @@ def plan_export(
     *,
     source: str | PathLike[str] | None = None,
     dtype: str | None = None,
+    gguf_type: str | None = None,
     max_shard_size: int = 5 << 30,
     overwrite: bool = False,
     threads: int | None = None,
@@ -81,7 +84,7 @@ def plan_export(
             )
         values = stack.enter_context(open_source(source)) if source is not None else None
         request = ExportRequest(
-            opened, Path(out), values, dtype, max_shard_size, overwrite=overwrite, threads=threads
+            opened, Path(out), values, dtype, gguf_type, max_shard_size, overwrite, threads
         )
         yield getattr(import_module(chosen.module), chosen.function)(request)
 
@@ -93,6 +96,7 @@ def export_artifact(
     *,
     source: str | PathLike[str] | None = None,
     dtype: str | None = None,
+    gguf_type: str | None = None,
     max_shard_size: int = 5 << 30,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -108,13 +112,15 @@ def export_artifact(
     format : str
         A key of :data:`FORMATS`.
     out : path
-        Folder, or for ``cbk`` a name that ends in ``.cbk``.
+        Folder, or for ``cbk`` and ``gguf`` a name that ends in ``.cbk`` or ``.gguf``.
     source : path, optional
         The unquantized model: tensors that the format demands in another form are made from its values.
     dtype : {"f32", "bf16", "f16"}, optional
         ``hf``: type of all floating-point weights; float32 by default, which is exact.
+    gguf_type : str, optional
+        ``gguf``: a type such as ``PQ2_0``, ``Q4_K`` or ``F16``; ``auto`` by default (see ``export.gguf_types``).
     max_shard_size : int
-        ``hf``: most data bytes a file.
+        ``hf``, ``gguf``: most data bytes a file.
     overwrite : bool
         Replace an earlier export.
     dry_run : bool
@@ -143,6 +149,7 @@ def export_artifact(
         out,
         source=source,
         dtype=dtype,
+        gguf_type=gguf_type,
         max_shard_size=max_shard_size,
         overwrite=overwrite,
         threads=threads,

@@ -32,13 +32,21 @@ from numpy.typing import NDArray
 
 from trapetum.errors import CheckpointError, FormatError, RecipeError, UnsupportedModelError
 from trapetum.export.cbk_folder import FOLDER_FILES, write_manifest, write_side_files
-from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
+from trapetum.export.plan import (
+    ExportPlan,
+    ExportRequest,
+    ExportRow,
+    new_folder,
+    refuse_existing,
+    same_tensor,
+)
 from trapetum.formats.atomic import require_space
 from trapetum.formats.cbk import padded_vocab
 from trapetum.formats.cbk_manifest import MODEL_FILE, manifest_paths
 from trapetum.formats.cbk_matrix import S16Builder
 from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader, Record
 from trapetum.formats.cbk_writer import CbkWriter
+from trapetum.formats.decoded import decoded
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role
 from trapetum.models.config import ModelConfig, parse_config
@@ -46,7 +54,7 @@ from trapetum.progress import Progress
 from trapetum.quantize.blocks import ordered_map, row_blocks, usable_threads
 from trapetum.quantize.kmeans import fit_codebooks, needs_wide_codebook, relative_error
 from trapetum.quantize.plan import as_float
-from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
+from trapetum.tensors import CodebookTensor, DenseTensor, matrix_shape
 
 __all__ = ["CbkPlan", "plan_cbk"]
 
@@ -121,7 +129,7 @@ class CbkPlan(ExportPlan):
         source, error, norm = self.request.artifact, 0.0, 0.0
         rows, inputs = matrix_shape(source.shape(job.tensor))
         for block in row_blocks(rows, inputs, _BLOCK_WEIGHTS):
-            values = source.load(job.tensor, block).dequantize()
+            values = decoded(source, job.tensor, block)
             with np.errstate(over="ignore"):
                 stored = values.astype(dtype)
             back = stored.astype(np.float32)
@@ -158,7 +166,7 @@ class CbkPlan(ExportPlan):
             tensor = source.load(name, block)
             if job.refit is None and isinstance(tensor, CodebookTensor):
                 return tensor.codes, tensor.codebook, np.zeros((2, 0))
-            values = _values(tensor)
+            values = _values(source, name, block)
             codes, codebook = fit_codebooks(values, ENTRIES, wide=wide)
             return codes, codebook, np.stack(relative_error(values, codes, codebook))
 
@@ -177,7 +185,7 @@ class CbkPlan(ExportPlan):
         return builder.parts()
 
     def _wide(self, source: TensorSource, name: str, block: slice) -> bool:
-        values = _values(source.load(name, block))
+        values = _values(source, name, block)
         if bad := int(np.count_nonzero(~np.isfinite(values))):
             raise CheckpointError(f"{source.path}: tensor {name}: {bad} values are not finite")
         source.release(name)
@@ -303,23 +311,12 @@ def _job(record: Record, request: ExportRequest, config: ModelConfig, names: dic
         return _Job(record, tensor, ExportRow(record.name, "exact", detail))
     refit, origin = (artifact, tensor), "the embedding" if tied else "the artifact"
     if request.source is not None:
-        refit, origin = (request.source, _same_tensor(request, config, wanted, tensor)), "the source"
+        refit, origin = (
+            (request.source, same_tensor(request.source, arch, wanted, artifact, tensor)),
+            "the source",
+        )
     detail = f"{stored} -> codebook K={ENTRIES}, fitted to {origin}"
     return _Job(record, tensor, ExportRow(record.name, "quantized", detail), refit)
-
-
-def _same_tensor(request: ExportRequest, config: ModelConfig, role: Role, name: str) -> str:
-    """Name of a tensor in ``--source``; its shape must be the artifact's."""
-    source = request.source
-    if source is None:
-        raise ValueError("no source")
-    found = config.architecture.index(source.names()).get(role)
-    if found is None or source.shape(found) != request.artifact.shape(name):
-        raise CheckpointError(
-            f"{source.path}: has no tensor {name} of shape {list(request.artifact.shape(name))}",
-            hint="Give the model that the artifact was made from.",
-        )
-    return found
 
 
 def _codebook_size(source: TensorSource, name: str) -> int | None:
@@ -330,9 +327,10 @@ def _codebook_size(source: TensorSource, name: str) -> int | None:
     return tensor.codebook_size if isinstance(tensor, CodebookTensor) else None
 
 
-def _values(tensor: QuantizedTensor) -> NDArray[Any]:
-    """What k-means works on: kept values as stored, anything else decoded."""
-    return as_float(tensor.values) if isinstance(tensor, DenseTensor) else tensor.dequantize()
+def _values(source: TensorSource, name: str, block: slice) -> NDArray[Any]:
+    """What k-means works on: kept values as stored, anything else decoded (and a rotation undone)."""
+    tensor = source.load(name, block)
+    return as_float(tensor.values) if isinstance(tensor, DenseTensor) else decoded(source, name, block)
 
 
 def _even_blocks(rows: int, in_features: int) -> list[slice]:

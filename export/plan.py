@@ -18,12 +18,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trapetum.errors import OutputError
+from trapetum.errors import CheckpointError, OutputError
 from trapetum.formats.atomic import disk_errors, sync_folder
 from trapetum.formats.source import TensorSource
+from trapetum.models.architectures import Architecture, Role
 from trapetum.progress import Progress
 
-__all__ = ["ExportPlan", "ExportRequest", "ExportRow", "new_folder", "refuse_existing"]
+__all__ = ["ExportPlan", "ExportRequest", "ExportRow", "new_folder", "refuse_existing", "same_tensor"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class ExportRequest:
         The unquantized model: values for tensors that have to be quantized again.
     dtype : str, optional
         ``f32``, ``bf16`` or ``f16``, for formats with dense weights.
+    gguf_type : str, optional
+        ``gguf``: ``auto`` (the default) or a type.
     max_shard_size : int
         Bytes of a shard.
     overwrite : bool
@@ -50,6 +53,7 @@ class ExportRequest:
     out: Path
     source: TensorSource | None = None
     dtype: str | None = None
+    gguf_type: str | None = None
     max_shard_size: int = 5 << 30
     overwrite: bool = False
     threads: int | None = None
@@ -123,6 +127,24 @@ class ExportPlan(ABC):
             "tensors": [asdict(row) for row in self.rows],
             "notes": list(self.notes),
         }
+
+
+def same_tensor(
+    source: TensorSource, architecture: Architecture, role: Role, artifact: TensorSource, name: str
+) -> str:
+    """Name in ``--source`` of a tensor of the artifact; role and shape must be the same.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    found = architecture.index(source.names()).get(role)
+    if found is None or source.shape(found) != artifact.shape(name):
+        raise CheckpointError(
+            f"{source.path}: has no tensor {name} of shape {list(artifact.shape(name))}",
+            hint="Give the model that the artifact was made from.",
+        )
+    return found
 
 
 def refuse_existing(out: Path, known: tuple[str, ...], *, overwrite: bool) -> None:

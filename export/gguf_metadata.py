@@ -1,0 +1,264 @@
+"""What a GGUF says about a model beside its vocabulary: ``general.*``, hyperparameters, and the file's name.
+
+Engines need the hyperparameters; people need to know what the file was made from and under which licence. Types
+are those that llama.cpp's converter writes: counts UINT32, epsilon and bases FLOAT32, names STRING.
+
+Source: the GGUF specification (ggml, docs/gguf.md); llama.cpp, include/llama.h (file types).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.errors import CheckpointError
+from trapetum.formats.artifact import Artifact
+from trapetum.formats.gguf_values import KeyValue, ValueType
+from trapetum.formats.source import TensorSource
+from trapetum.models.config import ModelConfig
+from trapetum.quantize.card import read_front_matter
+from trapetum.rotation import HadamardRotation
+
+__all__ = [
+    "FILE_TYPES",
+    "file_name",
+    "general_pairs",
+    "model_pairs",
+    "model_title",
+    "rope_factors",
+    "rotation_pairs",
+    "size_label",
+]
+
+FILE_TYPES: dict[str, int] = {
+    "F32": 0,
+    "F16": 1,
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 14,
+    "Q5_K": 16,
+    "Q6_K": 18,
+    "IQ2_XXS": 19,
+    "IQ2_XS": 20,
+    "IQ3_XXS": 23,
+    "IQ1_S": 24,
+    "IQ4_NL": 25,
+    "IQ3_S": 26,
+    "IQ2_S": 28,
+    "IQ4_XS": 30,
+    "IQ1_M": 31,
+    "BF16": 32,
+    "TQ1_0": 36,
+    "TQ2_0": 37,
+    "Q1_0": 40,
+    "Q2_0": 41,
+    "PQ2_0": 141,
+    "PTQ1_0": 143,
+}
+"""``general.file_type`` of a file whose weights are mostly of a type; another enumeration than the types' own ids.
+Of K-quants the "small" number, which stands for one type throughout."""
+
+_QUANTIZATION_VERSION = 2
+_FINE_TUNES = re.compile(r"(?i:instruct|chat|it|base|coder|math|thinking|reasoning|distill)")
+
+
+def model_title(source: TensorSource) -> str:
+    """The model's name: what the artifact was made from, else the folder."""
+    return str(_origin(source).get("name") or source.path.resolve().name)
+
+
+def _origin(source: TensorSource) -> Mapping[str, Any]:
+    """What an artifact says of the model that it was made from."""
+    stated = source.manifest.get("source") if isinstance(source, Artifact) else None
+    return stated if isinstance(stated, Mapping) else {}
+
+
+def size_label(parameters: int) -> str:
+    """Number of parameters to two or more digits.
+
+    Examples
+    --------
+    >>> size_label(2_492_160), size_label(18_356_736), size_label(6_738_415_616)
+    ('2.5M', '18M', '6.7B')
+    """
+    units = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
+    unit, scale = next((u for u in units if parameters >= u[1]), units[-1])
+    value = parameters / scale
+    return f"{value:.0f}{unit}" if round(value) >= 10 else f"{value:.1f}{unit}"
+
+
+def file_name(title: str, label: str, encoding: str) -> str:
+    """``BaseName-SizeLabel-FineTune-Version-Encoding.gguf``, as the specification has it.
+
+    Examples
+    --------
+    >>> file_name("books-18m", "18M", "Q2_0"), file_name("Qwen2.5-0.5B-Instruct", "494M", "F16")
+    ('books-18M-v1.0-Q2_0.gguf', 'Qwen2-5-494M-Instruct-v1.0-F16.gguf')
+    """
+    base: list[str] = []
+    tune: list[str] = []
+    version = "v1.0"
+    for part in re.split(r"[-_\s]+", title):
+        if re.fullmatch(r"[vV]\d+(\.\d+)*", part):
+            version = part.lower()
+        elif re.fullmatch(r"(\d+x)?(\d+\.)?\d+[KMBTkmbt]", part):
+            continue  # the size, which the label says
+        elif base and _FINE_TUNES.fullmatch(part):
+            tune.append(part)
+        elif words := re.findall(r"[A-Za-z0-9]+", part):
+            base += words
+    return "-".join([*(base or ["model"]), label, *tune, version, encoding]) + ".gguf"
+
+
+def general_pairs(
+    source: TensorSource, architecture: str, title: str, parameters: int, majority: str
+) -> dict[str, KeyValue]:
+    """``general.*``: name, size, type, licence and origin.
+
+    Parameters
+    ----------
+    source : TensorSource
+        Its folder's README.md is read for the licence, languages and the base model.
+    architecture : str
+        GGUF's name of the family.
+    title : str
+    parameters : int
+    majority : str
+        The type of most weights.
+    """
+    pairs = {
+        "general.architecture": _text(architecture),
+        "general.type": _text("model"),
+        "general.name": _text(title),
+        "general.size_label": _text(size_label(parameters)),
+        "general.file_type": _count(FILE_TYPES[majority]),
+        "general.quantization_version": _count(_QUANTIZATION_VERSION),
+    }
+    folder = source.path if source.path.is_dir() else source.path.parent
+    card = read_front_matter(folder)
+    for key, stated in (
+        ("general.license", card.get("license")),
+        ("general.license.name", card.get("license_name")),
+        ("general.license.link", card.get("license_link")),
+        ("general.source.huggingface.repository", _origin(source).get("repo")),
+    ):
+        if stated:
+            pairs[key] = _text(stated if isinstance(stated, str) else ", ".join(stated))
+    for i, base in enumerate(_listed(card.get("base_model"))):
+        organization, _, name = base.rpartition("/")
+        pairs["general.base_model.count"] = _count(i + 1)
+        pairs[f"general.base_model.{i}.name"] = _text(name)
+        if organization:
+            pairs[f"general.base_model.{i}.organization"] = _text(organization)
+    if languages := _listed(card.get("language")):
+        pairs["general.languages"] = KeyValue(languages, ValueType.ARRAY, ValueType.STRING)
+    return pairs
+
+
+def model_pairs(config: ModelConfig, architecture: str) -> dict[str, KeyValue]:
+    """Hyperparameters under ``ARCHITECTURE.*``.
+
+    Raises
+    ------
+    CheckpointError
+        If config.json does not say how long a context may be, which engines insist on.
+    """
+    context = config.max_position_embeddings
+    if context is None:
+        raise CheckpointError(
+            "config.json: max_position_embeddings is missing, and a GGUF must state a context length"
+        )
+    rope = config.rope
+    values: dict[str, KeyValue] = {
+        "context_length": _count(context),
+        "embedding_length": _count(config.hidden_size),
+        "block_count": _count(config.num_hidden_layers),
+        "feed_forward_length": _count(config.intermediate_size),
+        "attention.head_count": _count(config.num_attention_heads),
+        "attention.head_count_kv": _count(config.num_key_value_heads),
+        "attention.key_length": _count(config.head_dim),
+        "attention.value_length": _count(config.head_dim),
+        "attention.layer_norm_rms_epsilon": _number(config.rms_norm_eps),
+        "rope.dimension_count": _count(config.head_dim),
+        "rope.freq_base": _number(rope.theta),
+        "vocab_size": _count(config.vocab_size),
+    }
+    if rope.type == "linear":
+        values["rope.scaling.type"] = _text("linear")
+        values["rope.scaling.factor"] = _number(rope.factor)
+    elif rope.type == "llama3":  # the factors are a tensor; this says where they come from
+        values["rope.scaling.original_context_length"] = _count(rope.original_max_position_embeddings)
+    return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
+    """``rope_freqs.weight``: what engines divide the plain frequencies by; None where keys say everything."""
+    if config.rope.type not in ("llama3", "explicit"):
+        return None
+    dim = config.head_dim
+    plain = config.rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    return (plain / config.rope.inverse_frequencies(dim).astype(np.float64)).astype(np.float32)
+
+
+def rotation_pairs(
+    rotation: HadamardRotation, folded: list[str], embedding: bool, tied: bool
+) -> dict[str, KeyValue]:
+    """``prism.hadamard.*``: how a runtime undoes a rotation that was folded into the weights.
+
+    Parameters
+    ----------
+    rotation : HadamardRotation
+    folded : list of str
+        GGUF names of the folded matrices, the embedding not among them.
+    embedding : bool
+        Whether ``token_embd.weight`` is folded.
+    tied : bool
+        Whether it is the head too.
+
+    Source: the Prism fork of llama.cpp; its readers refuse a file with other types or values.
+    """
+    widths = sorted(rotation.signs)
+    pairs = {
+        "version": _count(2 if tied else 1),
+        "block_size": _count(rotation.block_size),
+        "transform": _text("normalized-sylvester-walsh-hadamard"),
+        "axis": _text("input-last-dimension"),
+        "sign_mode": _text("explicit"),
+        "sign_widths": KeyValue(widths, ValueType.ARRAY, ValueType.INT32),
+        "sign_values": KeyValue(
+            np.concatenate([rotation.signs[w] for w in widths]).astype(np.int32),
+            ValueType.ARRAY,
+            ValueType.INT32,
+        ),
+        "weight_names": KeyValue(folded, ValueType.ARRAY, ValueType.STRING),
+    }
+    if embedding:
+        pairs["inverse_weight_names"] = KeyValue(["token_embd.weight"], ValueType.ARRAY, ValueType.STRING)
+    if tied:
+        pairs["tied_output"] = KeyValue(True, ValueType.BOOL)
+    return {f"prism.hadamard.{key}": value for key, value in pairs.items()}
+
+
+def _listed(stated: str | list[str] | None) -> list[str]:
+    return [] if stated is None else [stated] if isinstance(stated, str) else stated
+
+
+def _text(value: str) -> KeyValue:
+    return KeyValue(value, ValueType.STRING)
+
+
+def _count(value: int) -> KeyValue:
+    return KeyValue(value, ValueType.UINT32)
+
+
+def _number(value: float) -> KeyValue:
+    return KeyValue(value, ValueType.FLOAT32)

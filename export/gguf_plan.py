@@ -1,0 +1,381 @@
+"""What a GGUF of a model will hold, checked before any work: tensors and their types, metadata, names, sizes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from trapetum.blocktypes import BLOCK_TYPES
+from trapetum.errors import OutputError, RecipeError, UnsupportedModelError
+from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
+from trapetum.export.gguf_metadata import (
+    file_name,
+    general_pairs,
+    model_pairs,
+    model_title,
+    rope_factors,
+    rotation_pairs,
+    size_label,
+)
+from trapetum.export.gguf_ternary import TERNARY_NAMES, ternary_fit
+from trapetum.export.gguf_tokenizer import tokenizer_pairs
+from trapetum.export.gguf_types import (
+    AUTO,
+    FITTED_NAMES,
+    PLAIN_NAMES,
+    cheapest_type,
+    fallback_type,
+    known_type,
+)
+from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
+from trapetum.formats.artifact import Artifact
+from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
+from trapetum.models.architectures import Role, text_config
+from trapetum.models.config import ModelConfig, parse_config
+from trapetum.rotation import HadamardRotation
+from trapetum.tensors import BlockTensor, DenseTensor, TernaryTensor
+
+__all__ = ["plan_gguf"]
+
+_F32 = BLOCK_TYPES["F32"]
+_KNOWN = ("*.gguf",)
+_EXPORT_SOMEWHERE = "Export to hf instead, which holds every model."
+_NOTABLE_GROWTH = 1.1
+_PRISM = (
+    "the Prism fork of llama.cpp (prism-v7 and later) and what follows it; stock llama.cpp refuses the file"
+)
+# Types that only some engines read, and which.
+_READERS = {
+    "PQ2_0": _PRISM,
+    "PTQ1_0": _PRISM,
+    "Q2_0": "llama.cpp builds that know type 42 (2026); without SIMD kernels for it on x86 it is slow there",
+    "TQ1_0": "llama.cpp since September 2024",
+    "TQ2_0": "llama.cpp since September 2024",
+}
+_FUSED = (("q", "k", "v"), ("gate", "up"))
+
+
+def plan_gguf(request: ExportRequest) -> GgufPlan:
+    """Check that a GGUF can hold the model, and say what each tensor becomes.
+
+    Parameters
+    ----------
+    request : ExportRequest
+        ``out`` ending in ``.gguf`` is the file's name; anything else is a folder, and the name follows the
+        convention of the format.
+
+    Raises
+    ------
+    UnsupportedModelError
+        With everything that a GGUF of this family cannot hold.
+    CheckpointError
+        If a tensor is missing or misshapen, or the tokenizer is missing or too large.
+    RecipeError
+        If an option is of no use here, or the type is unknown.
+    OutputError
+        If the output exists.
+    """
+    return _Planner(request).plan()
+
+
+class _Planner:
+    """One export being planned; collects faults and notes on the way."""
+
+    def __init__(self, request: ExportRequest) -> None:
+        self.request, self.artifact = request, request.artifact
+        self.asked = known_type(request.gguf_type)
+        if request.dtype is not None:
+            raise RecipeError(
+                f"dtype is {request.dtype!r}; the gguf export takes types of its own",
+                hint=f"Give --gguf-type {request.dtype.upper()}.",
+            )
+        if self.artifact.kind == "checkpoint" and self.artifact.config.get("quantization_config"):
+            raise UnsupportedModelError(
+                f"{self.artifact.path}: is quantized by another tool",
+                hint="Run trapetum quantize on it first.",
+            )
+        _refuse_existing(request)
+        self.config: ModelConfig = parse_config(self.artifact.config)
+        self.arch = self.config.architecture
+        if self.arch.gguf is None:
+            raise UnsupportedModelError(
+                f"{self.artifact.path}: architecture {self.arch.model_type} has no GGUF family here",
+                hint=_EXPORT_SOMEWHERE,
+            )
+        self.family: Family = FAMILIES[self.arch.gguf]
+        self.names = self.arch.index(self.artifact.names())
+        self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
+        self.records = self.artifact.records if isinstance(self.artifact, Artifact) else {}
+        stated = self.artifact.manifest.get("rotation") if isinstance(self.artifact, Artifact) else None
+        self.rotation = HadamardRotation.from_json(stated) if stated is not None else None
+        self.faults: list[str] = []
+        self.notes: list[str] = []
+        self.fitted = 0
+        self.folded: list[str] = []
+
+    def plan(self) -> GgufPlan:
+        jobs = self._jobs()
+        self._check_asked()
+        self._check_rope()
+        if self.faults:
+            raise UnsupportedModelError(
+                f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(self.faults)}",
+                hint="Choose another --gguf-type (F16 and F32 hold any weights that are not rotated), or export to hf.",
+            )
+        files = {p.name: p for p in self.artifact.side_files()}
+        text = text_config(self.artifact.config)
+        tokenizer, notes = tokenizer_pairs(files, text, self.config.vocab_size)
+        unused = int(np.sum(np.asarray(tokenizer["tokenizer.ggml.token_type"].value) == 5))
+        if unused:
+            self.notes.append(f"{unused} rows of the embedding have no token and get unused padding tokens")
+        self.notes += notes
+        weights = Counter[str]()
+        for job in jobs:
+            weights[job.kind.name] += math.prod(job.shape)
+        majority = weights.most_common(1)[0][0]
+        title, parameters = (
+            model_title(self.artifact),
+            sum(math.prod(j.shape) for j in jobs if j.values is None),
+        )
+        pairs = {
+            **general_pairs(self.artifact, str(self.arch.gguf), title, parameters, majority),
+            **model_pairs(self.config, str(self.arch.gguf)),
+            **tokenizer,
+            **self._rotation_pairs(),
+        }
+        self._note_about(jobs)
+        out = self.request.out
+        name = out.name if is_file(out) else file_name(title, size_label(parameters), majority)
+        rows = [job.row for job in jobs]
+        plan = GgufPlan(self.request, 0, {}, rows, self.notes, name=name, pairs=pairs, jobs=jobs)
+        sizes = plan.writer(out if is_file(out) else out / name).sizes()
+        plan.files = {path.name: size for path, size in sizes.items()}
+        plan.size = sum(sizes.values())
+        return plan
+
+    # ------------------------------------------------------------------ tensors
+    def _jobs(self) -> list[GgufJob]:
+        jobs = []
+        factors = rope_factors(self.config)
+        if factors is not None:
+            row = ExportRow("rope_freqs.weight", "exact", "from config.json -> F32")
+            jobs.append(GgufJob(row.name, _F32, factors.shape, row, "plain", values=factors))
+        place = {module.part: i for i, module in enumerate(self.arch.modules)}
+
+        def order(item: tuple[Role, str]) -> tuple[int, ...]:
+            """Embedding, layers, final norm, head."""
+            part, layer = item[0].part, item[0].layer
+            group = 1 if layer is not None else 0 if part == "embed" else 2
+            return group, layer or 0, place[part], int(item[0].kind == "bias")
+
+        for role, name in sorted(self.names.items(), key=order):
+            jobs += self._tensor(role, name)
+        return jobs
+
+    def _tensor(self, role: Role, name: str) -> list[GgufJob]:
+        suffix = "bias" if role.kind == "bias" else "weight"
+        target = gguf_name(self.arch.tensor_name(role.part, role.layer, expert=role.expert, suffix=suffix))
+        if target is None:
+            self.faults.append(f"tensor {name} has no name in a GGUF")
+            return []
+        module = target.split(".")[-2]
+        if suffix == "bias" and module not in self.family.biases:
+            self.faults.append(f"engines do not read the bias {name} in the family {self.arch.gguf}")
+            return []
+        heads = {"q": self.config.num_attention_heads, "k": self.config.num_key_value_heads}.get(role.part)
+        job = GgufJob(
+            target,
+            _F32,
+            self.artifact.shape(name),
+            ExportRow(target, "exact", ""),
+            "plain",
+            (self.artifact, name),
+            heads=heads if self.family.interleaved else None,
+        )
+        stored = self._stored(name)
+        if len(job.shape) > 1:
+            self._choose(job, role, name)
+        job.row.detail = f"{stored} -> {job.kind.name}" + job.row.detail
+        if job.common_scale is None:
+            return [job]
+        row = ExportRow(target.removesuffix("weight") + "scale", "exact", f"scale of {target} -> F32")
+        scale = np.array([job.common_scale], np.float32)
+        return [job, GgufJob(row.name, _F32, (1,), row, "plain", values=scale)]
+
+    def _choose(self, job: GgufJob, role: Role, name: str) -> None:
+        """Type and action of a matrix."""
+        layout = self.artifact.layout(name)
+        rotated = self._is_rotated(name)
+        if rotated:
+            self.folded.append(job.name)
+        if self.asked in PLAIN_NAMES:
+            job.kind = BLOCK_TYPES[self.asked]
+            if rotated:
+                self._refuse_rotated(name, self.asked)
+        elif layout == DenseTensor.layout:
+            plain = {np.dtype(t.dtype): t for t in map(BLOCK_TYPES.__getitem__, PLAIN_NAMES)}
+            dtype = self.artifact.dtype(name)
+            if dtype not in plain:
+                self.faults.append(f"tensor {name} is {dtype}, which no GGUF type holds")
+            job.kind = plain.get(dtype, _F32)
+        elif layout == BlockTensor.layout:
+            first = self.artifact.load(name, slice(0, 1))
+            job.kind = BLOCK_TYPES[first.type] if isinstance(first, BlockTensor) else _F32
+            job.action = "keep"
+        elif layout == TernaryTensor.layout:
+            self._choose_ternary(job, role, name, rotated)
+        else:
+            self._choose_fitted(job, role, name)
+
+    def _choose_ternary(self, job: GgufJob, role: Role, name: str, rotated: bool) -> None:
+        asked = self.asked if self.asked in TERNARY_NAMES else ("PQ2_0" if rotated else TERNARY_NAMES[0])
+        job.kind, job.action = BLOCK_TYPES[asked], "pack"
+        if rotated and job.kind.name not in ("PQ2_0", "PTQ1_0"):
+            self._refuse_rotated(name, asked)
+            return
+        fit = ternary_fit(self.artifact, name, job.kind)
+        if fit.problem:
+            self.faults.append(f"{name} as {asked}: {fit.problem}")
+        elif fit.common_scale is not None and role.kind in ("embed", "head"):
+            self.faults.append(
+                f"{name} as {asked}: its scale is no float16, and engines read none beside this tensor"
+            )
+        job.common_scale = fit.common_scale
+
+    def _choose_fitted(self, job: GgufJob, role: Role, name: str) -> None:
+        self.fitted += 1
+        job.action, job.row.action = "fit", "quantized"
+        if self.request.source is not None:
+            found = same_tensor(self.request.source, self.arch, role, self.artifact, name)
+            job.origin = (self.request.source, found)
+            job.row.detail = ", from the source"
+        if self.asked in FITTED_NAMES:
+            job.kind = fallback_type(self.asked, job.shape[-1])
+            if job.kind.name != self.asked:
+                job.row.detail += f" (rows of {job.shape[-1]} are not whole blocks of {self.asked})"
+        else:
+            own = self.records[name].relative_error or 0.0
+            source = job.origin if self.request.source is not None else None
+            job.kind = cheapest_type(self.artifact, name, own, source)
+        if job.kind.dtype is not None:
+            job.action, job.row.action = "plain", "exact"
+
+    def _stored(self, name: str) -> str:
+        layout = self.artifact.layout(name)
+        return str(self.artifact.dtype(name)) if layout == DenseTensor.layout else layout
+
+    # ------------------------------------------------------------------ rotation
+    def _is_rotated(self, name: str) -> bool:
+        if self.rotation is None or self.artifact.layout(name) != TernaryTensor.layout:
+            return False
+        first = self.artifact.load(name, slice(0, 1))
+        return isinstance(first, TernaryTensor) and first.rotation is not None
+
+    def _refuse_rotated(self, name: str, asked: str) -> None:
+        self.faults.append(
+            f"{name} is rotated (Hadamard), and a stock engine would load it as {asked} without undoing that; "
+            "PQ2_0 and PTQ1_0 can be asked for"
+        )
+
+    def _rotation_pairs(self) -> dict[str, Any]:
+        if self.rotation is None or not self.folded:
+            return {}
+        embedding = "token_embd.weight" in self.folded
+        tied = embedding and all(role.kind != "head" for role in self.names)
+        folded = [n for n in self.folded if n != "token_embd.weight"]
+        return rotation_pairs(self.rotation, folded, embedding, tied)
+
+    # ------------------------------------------------------------------ checks and notes
+    def _check_asked(self) -> None:
+        """An option that changes nothing is a mistake."""
+        layouts = {self.artifact.layout(n) for n in self.names.values()}
+        if self.asked in TERNARY_NAMES and TernaryTensor.layout not in layouts:
+            raise RecipeError(
+                f"gguf type is {self.asked}; {self.artifact.path} has no ternary tensors",
+                hint="Make some with trapetum quantize --scheme ternary.",
+            )
+        if self.asked in FITTED_NAMES and not self.fitted:
+            raise RecipeError(
+                f"gguf type is {self.asked}; {self.artifact.path} has no codebooks to fit to it",
+                hint=f"Quantize straight into the type: trapetum quantize MODEL --scheme gguf:{self.asked}.",
+            )
+        if self.request.source is not None and not self.fitted:
+            raise RecipeError(
+                "a source is of no use to this export, which fits nothing again", hint="Leave --source out."
+            )
+
+    def _check_rope(self) -> None:
+        if rope_factors(self.config) is not None and not self.family.interleaved:
+            self.faults.append(
+                f"the rotary embedding {self.config.rope.type} needs rope_freqs.weight, which engines "
+                f"do not read in the family {self.arch.gguf}"
+            )
+
+    def _note_about(self, jobs: list[GgufJob]) -> None:
+        left = [n for n in self.artifact.names() if n not in set(self.names.values())]
+        if left:
+            self.notes.append(f"{len(left)} tensors are not part of the GGUF, the first is {left[0]}")
+        reach = self.config.max_position_embeddings
+        windows = {w for w in self.config.windows if w is not None and (reach is None or w < reach)}
+        if windows:
+            self.notes.append(
+                f"llama.cpp does not apply the sliding window of {min(windows)} positions in the family "
+                f"{self.arch.gguf}: longer texts come out differently"
+            )
+        self._note_fused(jobs)
+        self._note_growth(jobs)
+        kinds = sorted({job.kind.name for job in jobs}, key=lambda k: -BLOCK_TYPES[k].bits_per_weight)
+        special = {k: _READERS[k] for k in kinds if k in _READERS}
+        readers = "; ".join(f"{k}: {who}" for k, who in special.items())
+        self.notes.append(f"types {', '.join(kinds)}; runs in " + (readers or "llama.cpp and what embeds it"))
+        if self.folded:
+            self.notes.append("the weights are rotated: only engines that know prism.hadamard undo it")
+
+    def _note_fused(self, jobs: list[GgufJob]) -> None:
+        kinds = {job.origin[1]: job.kind.name for job in jobs if job.origin and len(job.shape) > 1}
+        roles = {(r.layer, r.part): kinds.get(n) for r, n in self.names.items() if r.kind == r.part}
+        for layer in range(self.config.num_hidden_layers):
+            for group in _FUSED:
+                found = {roles[layer, part] for part in group if roles.get((layer, part))}
+                if len(found) > 1:
+                    self.notes.append(
+                        f"{', '.join(group)} of layer {layer} (perhaps more) have different types, which engines "
+                        "that fuse them refuse; a named --gguf-type gives them one"
+                    )
+                    return
+
+    def _note_growth(self, jobs: list[GgufJob]) -> None:
+        records = self.records
+        if self.asked != AUTO or not self.fitted or self.request.source is not None:
+            return
+        before = sum(records[n].nbytes for n in self.names.values())
+        after = sum(job.nbytes for job in jobs)
+        if after <= _NOTABLE_GROWTH * before:
+            return
+        quantized = [records[n] for n in self.names.values() if records[n].layout != DenseTensor.layout]
+        bits = 8 * sum(r.nbytes for r in quantized) / sum(r.parameters for r in quantized)
+        width = min(r.shape[-1] for r in quantized)
+        fitting = [k for k in FITTED_NAMES if width % BLOCK_TYPES[k].block_size == 0] or ["F16"]
+        near = max(
+            (k for k in fitting if BLOCK_TYPES[k].bits_per_weight <= bits),
+            key=lambda k: BLOCK_TYPES[k].bits_per_weight,
+            default=fitting[0],
+        )
+        self.notes.append(
+            f"keeping the artifact's accuracy takes {after / before:.2f} times its bytes, because GGUF has no "
+            "codebooks; a file of its size comes straight from the model: "
+            f"trapetum quantize {model_title(self.artifact)} --scheme gguf:{near} -o DIR"
+        )
+
+
+def _refuse_existing(request: ExportRequest) -> None:
+    out = request.out
+    if not is_file(out):
+        refuse_existing(out, _KNOWN, overwrite=request.overwrite)
+    elif (found := family(out)) and not request.overwrite:
+        raise OutputError(
+            f"{found[0]}: exists", hint="Give --overwrite to replace the model, or another name with -o."
+        )
