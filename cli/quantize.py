@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,10 +33,15 @@ __all__ = ["quantize"]
 
 
 def _known_scheme(text: str) -> str:
-    """A scheme that ``--bits`` reaches; raises ``ValueError`` with the list otherwise."""
-    from trapetum.quantize.schemes import BITS
+    """The name of a scheme; raises ``ValueError`` with the list otherwise."""
+    from trapetum.quantize.schemes import check_scheme_name
 
-    return choice(*BITS)(text)
+    return check_scheme_name(text)
+
+
+def _number(*allowed: int) -> Callable[[str], int]:
+    """A parser of one of a few whole numbers."""
+    return lambda text: int(choice(*map(str, allowed))(text))
 
 
 def quantize(
@@ -48,11 +54,41 @@ def quantize(
     ] = None,
     bits: Annotated[
         float | None,
-        option("--bits", parse=parse_bits, metavar="BITS", help="Bits a weight: 3, 4, 5, 6 or 8."),
+        option(
+            "--bits",
+            parse=parse_bits,
+            metavar="BITS",
+            help="Bits a weight: 3, 4, 5, 6, 8, or 1.58 for ternary.",
+        ),
     ] = None,
     scheme: Annotated[
-        str | None, option("--scheme", parse=_known_scheme, metavar="NAME", help="The search: kmeans.")
+        str | None,
+        option(
+            "--scheme",
+            parse=_known_scheme,
+            metavar="NAME",
+            help="kmeans, ternary, gguf:TYPE, or asis (take over ternary weights without loss).",
+        ),
     ] = None,
+    levels: Annotated[
+        int | None,
+        option(
+            "--levels",
+            parse=_number(3, 4),
+            metavar="N",
+            help="Ternary: 3, or 4 with +2d; the same size either way.",
+        ),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        option(
+            "--group-size", parse=_number(128, 64), metavar="N", help="Ternary: weights a scale, 128 or 64."
+        ),
+    ] = None,
+    hadamard: Annotated[
+        bool,
+        typer.Option("--hadamard", help="Ternary: rotate the weights (and at run time the activations)."),
+    ] = False,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", metavar="NAME|FILE", help="A recipe of `trapetum recipes`, or a TOML file."),
@@ -85,6 +121,9 @@ def quantize(
         bool,
         typer.Option("--any-architecture", help="Accept an unknown architecture; roles come from the names."),
     ] = False,
+    no_fallback: Annotated[
+        bool, typer.Option("--no-fallback", help="Refuse tensors whose rows do not fit their scheme.")
+    ] = False,
     overwrite: Overwrite = False,
     export: Annotated[
         str | None, format_option("--export", help="Also export the artifact: cbk or hf.")
@@ -115,6 +154,10 @@ def quantize(
         out,
         bits=bits,
         scheme=scheme,
+        levels=levels,
+        group_size=group_size,
+        hadamard=hadamard,
+        fallback=not no_fallback,
         recipe=recipe,
         effort=effort,
         threads=threads,

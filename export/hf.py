@@ -23,6 +23,7 @@ from trapetum.errors import FormatError, RecipeError, UnsupportedModelError
 from trapetum.export.cbk_folder import dense_config
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
+from trapetum.formats.decoded import decoded, rotation_of
 from trapetum.formats.safetensors_writer import (
     Entry,
     SafetensorsWriter,
@@ -151,7 +152,8 @@ def _is_float(dtype: np.dtype[Any]) -> bool:
 
 def _stored(artifact: TensorSource, name: str) -> str:
     layout = artifact.layout(name)
-    return str(artifact.dtype(name)) if layout == "dense" else layout
+    turned = "" if rotation_of(artifact, name) is None else ", rotation undone"
+    return f"{artifact.dtype(name) if layout == 'dense' else layout}{turned}"
 
 
 def _decoded(artifact: TensorSource, entry: Entry, row: ExportRow) -> Iterator[NDArray[Any]]:
@@ -159,11 +161,10 @@ def _decoded(artifact: TensorSource, entry: Entry, row: ExportRow) -> Iterator[N
     count, width = matrix_shape(entry.shape)
     error = norm = 0.0
     for block in row_blocks(count, width, _BLOCK_WEIGHTS):
-        tensor = artifact.load(entry.name, block)
         if not _is_float(entry.dtype):
-            yield tensor.to_arrays()[""]
+            yield artifact.load(entry.name, block).to_arrays()[""]
             continue
-        values = tensor.dequantize()
+        values = decoded(artifact, entry.name, block)
         with np.errstate(over="ignore"):
             stored = values.astype(entry.dtype)
         back = stored.astype(np.float32)

@@ -27,11 +27,13 @@ from trapetum.formats.manifest import (
     SUMS,
     TensorRecord,
     is_plain_name,
+    manifest_rotation,
     parse_manifest,
 )
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.strict_json import parse_json, shown
 from trapetum.progress import Progress
+from trapetum.rotation import HadamardRotation
 from trapetum.tensors import LAYOUTS, DenseTensor, QuantizedTensor
 
 __all__ = ["Artifact"]
@@ -52,6 +54,8 @@ class Artifact:
         Its tensors, checked, in order.
     config : dict
         Content of ``config.json``.
+    rotation : HadamardRotation or None
+        Folded into the tensors for which :meth:`rotation_of` gives it.
     notes : list of str
 
     Examples
@@ -74,6 +78,7 @@ class Artifact:
     ) -> None:
         self.path, self.manifest, self.records, self.config = path, manifest, records, config
         self.notes = [note for file in files.values() for note in file.notes]
+        self.rotation = manifest_rotation(manifest, str(path / MANIFEST))
         self._files = files
         self._where = {array: file for file in files.values() for array in file.tensors}
 
@@ -125,6 +130,10 @@ class Artifact:
     def layout(self, name: str) -> str:
         """Layout, a key of ``trapetum.tensors.LAYOUTS``."""
         return self._record(name).layout
+
+    def rotation_of(self, name: str) -> HadamardRotation | None:
+        """The rotation that is folded into a tensor; ``load`` gives the weights as stored, rotated."""
+        return None if self._record(name).params.get("rotation") is None else self.rotation
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor, for messages."""

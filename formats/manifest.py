@@ -19,6 +19,7 @@ from trapetum.formats.dtypes import DTYPES, dtype_code
 from trapetum.formats.safetensors_writer import Entry
 from trapetum.formats.stored_arrays import Arrays, Rule, array_rule, stored_entries
 from trapetum.formats.strict_json import parse_json, shown
+from trapetum.rotation import ROTATION_KEY, HadamardRotation
 
 __all__ = [
     "FORMAT_VERSION",
@@ -31,6 +32,7 @@ __all__ = [
     "build_manifest",
     "is_plain_name",
     "manifest_bytes",
+    "manifest_rotation",
     "parse_manifest",
     "parse_record",
     "tensor_entry",
@@ -241,7 +243,8 @@ def build_manifest(header: Mapping[str, Any], entries: Mapping[str, Mapping[str,
     Parameters
     ----------
     header : mapping
-        ``tool_version``, ``source``, ``architecture``, ``recipe``, and any further JSON values that are a
+        ``tool_version``, ``source``, ``architecture``, ``recipe``, ``rotation`` where tensors are rotated
+        (``HadamardRotation.to_json``), and any further JSON values that are a
         pure function of the job's input (no times, no host, no paths).
     entries : mapping of tensor name to entry
         As :func:`tensor_entry` returned them, in the order of the plan.
@@ -302,6 +305,38 @@ def artifact_config(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> b
     return (json.dumps({**config, "quantization_config": ours}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def manifest_rotation(manifest: Mapping[str, Any], what: str) -> HadamardRotation | None:
+    """The rotation that the artifact's rotated tensors share, or None.
+
+    Raises
+    ------
+    FormatError
+        If the manifest states one that breaks the rules of ``trapetum.rotation``.
+    """
+    stated = manifest.get("rotation")
+    if stated is None:
+        return None
+    try:
+        return HadamardRotation.from_json(stated)
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise FormatError(f"{what}: rotation is not usable: {problem}") from None
+
+
+def _check_rotation(manifest: Mapping[str, Any], records: Mapping[str, TensorRecord], what: str) -> None:
+    """Every rotated tensor must have signs for its row length: weights taken for unrotated ones talk nonsense."""
+    rotation = manifest_rotation(manifest, what)
+    for name, record in records.items():
+        key = record.params.get("rotation")
+        if key is None:
+            continue
+        if key != ROTATION_KEY or rotation is None or record.shape[-1] not in rotation.signs:
+            widths = sorted(rotation.signs) if rotation is not None else []
+            raise FormatError(
+                f"{what}: tensor {shown(name)}: rotation is {shown(key)} and rows have {record.shape[-1]} weights; "
+                f"the manifest has a rotation {shown(ROTATION_KEY)} for {widths}"
+            )
+
+
 def parse_manifest(data: bytes, what: str) -> tuple[dict[str, Any], dict[str, TensorRecord]]:
     """Read and check ``trapetum.json``.
 
@@ -350,6 +385,7 @@ def parse_manifest(data: bytes, what: str) -> tuple[dict[str, Any], dict[str, Te
                     f"{what}: tensors {shown(owner[array.name])} and {shown(name)} "
                     f"both store {shown(array.name)}"
                 )
+    _check_rotation(manifest, records, what)
     found = manifest["totals"]
     expected = {"tensors": len(records), "bytes": sum(r.nbytes for r in records.values())}
     for key, value in expected.items():

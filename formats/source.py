@@ -11,7 +11,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from trapetum.errors import FormatError
+from trapetum.errors import FormatError, UnsupportedModelError
 from trapetum.formats.atomic import WORK_FOLDER
 from trapetum.formats.cbk_manifest import MODEL_FILE
 from trapetum.formats.manifest import MANIFEST
@@ -103,8 +103,14 @@ def _open_artifact(path: Path, mmap: bool) -> TensorSource:
 
 def _open_checkpoint(path: Path, mmap: bool) -> TensorSource:
     from trapetum.formats.checkpoint import Checkpoint
+    from trapetum.formats.packed_ternary import open_checkpoint
 
-    return Checkpoint.open(path, mmap=mmap)
+    try:
+        return open_checkpoint(path, mmap=mmap)
+    except UnsupportedModelError as error:  # can be listed; whoever wants weights asks packed_format()
+        found = Checkpoint.open(path, mmap=mmap)
+        found.notes.append(error.message)
+        return found
 
 
 def _open_cbk(path: Path, mmap: bool) -> TensorSource:

@@ -20,17 +20,16 @@ from numpy.typing import NDArray
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
 from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.rotation import ROTATION_KEY
 from trapetum.tensors import QuantizedTensor, TernaryTensor, matrix_shape
 
 if TYPE_CHECKING:
     from trapetum.quantize.plan import Plan, PlanRow
 
-__all__ = ["GROUP_SIZES", "LEVELS", "ROTATION", "Ternary", "cost_note", "ternary_arrays"]
+__all__ = ["GROUP_SIZES", "LEVELS", "Ternary", "cost_note", "ternary_arrays"]
 
 LEVELS = (3, 4)
 GROUP_SIZES = (128, 64)
-ROTATION = "hadamard"
-"""Key of the one rotation that an artifact may have."""
 
 # Weights a second on the reference core of ``estimate``, packing and the error's sum included.
 _RATES = {3: 13e6, 4: 6.5e6}
@@ -115,7 +114,7 @@ class Ternary(Scheme):
         from trapetum.quantize.ternary_search import fit_groups
 
         codes, scales = fit_groups(weight, self.group_size, self.levels, importance)
-        return TernaryTensor(codes, scales, self.levels, ROTATION if self.rotated else None)
+        return TernaryTensor(codes, scales, self.levels, ROTATION_KEY if self.rotated else None)
 
     @property
     def rate(self) -> float:

@@ -27,7 +27,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_SIZES", "HadamardRotation"]
+__all__ = ["BLOCK_SIZES", "ROTATION_KEY", "HadamardRotation"]
+
+ROTATION_KEY = "hadamard"
+"""What a rotated tensor calls the one rotation that its model has."""
 
 # The largest that divides every folded width; readers of such files in the field are fixed at 1024 first.
 BLOCK_SIZES = (1024, 512, 256, 128)

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.pool import Pool
+from trapetum.rotation import HadamardRotation
 from trapetum.runtime.attention import Cache, attend, rotate
 from trapetum.runtime.matrix import Matrix
 
-__all__ = ["Layer", "Linear", "Norm"]
+__all__ = ["Layer", "Linear", "Norm", "apply_all"]
 
 Floats = NDArray[np.float32]
 
@@ -62,17 +63,41 @@ class Linear:
     ----------
     matrix : Matrix
     bias : ndarray of float32, shape (rows,), optional
+    rotation : HadamardRotation, optional
+        Folded into the matrix, so that its inputs must be rotated as well.
     """
 
     matrix: Matrix
     bias: Floats | None = None
+    rotation: HadamardRotation | None = None
 
     def __call__(self, x: Floats) -> Floats:
         """Apply to float32 [tokens, in_features]."""
-        y = self.matrix(x)
-        if self.bias is not None:
-            y += self.bias
-        return y
+        return apply_all(x, self)[0]
+
+
+def apply_all(x: Floats, *linears: Linear) -> list[Floats]:
+    """Apply layers that read the same float32 [tokens, in_features]; it is rotated at most once."""
+    rotated = None
+    results = []
+    for linear in linears:
+        if linear.rotation is not None and rotated is None:
+            rotated = _rotate(x, linear.rotation, linear.matrix.pool)
+        y = linear.matrix(x if linear.rotation is None or rotated is None else rotated)
+        if linear.bias is not None:
+            y += linear.bias
+        results.append(y)
+    return results
+
+
+def _rotate(x: Floats, rotation: HadamardRotation, pool: Pool) -> Floats:
+    out = np.empty_like(x)
+
+    def piece(rows: slice) -> None:
+        out[rows] = rotation.fold(x[rows])
+
+    pool.blocks(piece, x.shape[0], _rows_a_block(x.shape[1]))
+    return out
 
 
 @dataclass(frozen=True)
@@ -111,7 +136,9 @@ class Layer:
         batch, positions, hidden = h.shape
         flat = h.reshape(-1, hidden)
         x = self.attn_norm(flat, pool)
-        q, k, v = (part(x).reshape(batch, positions, -1, self.head_dim) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            y.reshape(batch, positions, -1, self.head_dim) for y in apply_all(x, self.q, self.k, self.v)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q, pool), self.k_norm(k, pool)
         for part in (q, k):
@@ -121,7 +148,7 @@ class Layer:
         flat += self.o(mixed.reshape(flat.shape[0], -1))
 
         x = self.ffn_norm(flat, pool)
-        gate, up = self.gate(x), self.up(x)
+        gate, up = apply_all(x, self.gate, self.up)
         pool.blocks(lambda r: _gated(gate[r], up[r]), gate.shape[0], _rows_a_block(gate.shape[1]))
         flat += self.down(gate)
 

@@ -2,7 +2,7 @@
 
 Everything is float32. A matrix keeps the layout that it is stored in (see ``runtime.matrix``); dense
 matrices are widened to float32 when the whole model stays below ``_EXPAND_BYTES`` in that form, and tile by
-tile otherwise. The prompt runs in blocks of positions whose widest activation stays near 32 MiB; logits are
+tile otherwise. The prompt runs in blocks of positions whose widest activation stays near 4 MiB; logits are
 computed only where asked for. Results have the same bits at any thread count (see ``kernels.cpu.pool``).
 """
 
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import CheckpointError, KernelUnavailable, RecipeError, UnsupportedModelError
+from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import Role
 from trapetum.models.config import ModelConfig, parse_config
@@ -35,7 +36,9 @@ __all__ = ["Model", "load"]
 Floats = NDArray[np.float32]
 
 _EXPAND_BYTES = 2 << 30
-_ACTIVATIONS = 8 << 20  # elements of the widest activation of one block
+# Elements of the widest activation of one block: 4 MiB. With 16 MiB the allocator returned them to the system each time,
+# and page faults took 13 % of the time of books-18m (8369 tokens, one Zen1 core: 5.43 s, with 4 MiB 4.93 s).
+_ACTIVATIONS = 1 << 20
 _LOGITS = 16 << 20  # elements of one block of logits inside the library
 _GROUPS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -116,7 +119,10 @@ class Model:
         self._expand = wide <= _EXPAND_BYTES
         self.embed = self._matrix(Role("embed", part="embed"))
         head = Role("head", part="head")
-        self.head = self._linear(head) if head in self._names else Linear(self.embed)
+        self._embed_rotation = rotation_of(source, self._names[Role("embed", part="embed")])
+        self.head = (
+            self._linear(head) if head in self._names else Linear(self.embed, None, self._embed_rotation)
+        )
         self._layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
         self._final_norm = self._norm("final_norm", None)
         self._inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
@@ -146,7 +152,12 @@ class Model:
 
     def _linear(self, role: Role) -> Linear:
         bias = self._vector(Role("bias", role.layer, part=role.part))
-        return Linear(self._matrix(role), bias)
+        return Linear(self._matrix(role), bias, rotation_of(self.source, self._names[role]))
+
+    def _embedding(self, ids: NDArray[np.intp]) -> Floats:
+        """Rows of the embedding, float32 [len(ids), hidden_size]; the rows of a rotated one are turned back."""
+        found = self.embed.look_up(ids)
+        return found if self._embed_rotation is None else self._embed_rotation.unfold(found)
 
     def _norm(self, part: str, layer: int | None) -> Norm:
         weight = self._vector(Role("norm", layer, part=part))
@@ -202,7 +213,7 @@ class Model:
     def block_positions(self) -> int:
         """Positions (batch x length) that one pass through the layers takes."""
         widest = max(self.config.dimensions[d] for d in ("intermediate", "hidden", "query"))
-        return max(256, min(4096, _ACTIVATIONS // widest))
+        return max(512, min(2048, _ACTIVATIONS // widest))
 
     def logits(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> Floats:
         """Logits after every position.
@@ -281,7 +292,7 @@ class Model:
         out = np.empty((batch, 1 if last else positions, self.config.hidden_size), np.float32)
         for start in range(0, positions, step):
             block = ids[:, start : start + step]
-            h = self.embed.look_up(block.reshape(-1)).reshape(batch, block.shape[1], -1)
+            h = self._embedding(block.reshape(-1)).reshape(batch, block.shape[1], -1)
             rotary = rotary_tables(self._inv_freq, cache.length, cache.length + block.shape[1])
             for number, layer in enumerate(self._layers):
                 layer(h, number, rotary, cache, self.pool)

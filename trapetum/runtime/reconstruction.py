@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.formats.artifact import Artifact
+from trapetum.formats.decoded import decoded
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role, resolve, text_config
 from trapetum.progress import Progress
@@ -127,8 +128,8 @@ def _relative_error(
             progress.advance(mine.values.size)
             norm += 1.0
             continue
-        expected = theirs.dequantize().astype(np.float64)
-        error += float(np.sum(np.square(mine.dequantize() - expected)))
+        expected = decoded(source, twin, block).astype(np.float64)
+        error += float(np.sum(np.square(decoded(opened, name, block) - expected)))
         norm += float(np.sum(np.square(expected)))
         progress.advance(expected.size)
     opened.release(name)
