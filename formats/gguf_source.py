@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +20,8 @@ import numpy as np
 
 from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
-from trapetum.formats.gguf_names import FAMILIES, Family, hf_name, stored_row_order
+from trapetum.formats.gguf_config import ROPE_FACTORS, model_config, model_family
+from trapetum.formats.gguf_names import hf_name, stored_row_order
 from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
 from trapetum.formats.strict_json import shown
@@ -30,8 +30,6 @@ from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, matrix_s
 __all__ = ["GgufSource"]
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_ROPE_FACTORS = "rope_freqs.weight"
-_ROTATION_KEY = "prism.hadamard.version"
 
 
 class GgufSource:
@@ -56,12 +54,12 @@ class GgufSource:
         self.metadata = files[0].metadata
         self._folder: Path | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
-        self._family = _family(path, self.metadata)
+        self._family = model_family(path, self.metadata)
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
         factors = None
         for file in files:
             for name, info in file.tensors.items():
-                if name == _ROPE_FACTORS:
+                if name == ROPE_FACTORS:
                     factors = file.load(name).dequantize().reshape(-1)
                     continue
                 translated = hf_name(name)
@@ -72,7 +70,7 @@ class GgufSource:
                 if translated in self._where:
                     raise FormatError(f"{file.path}: tensor {shown(name)} occurs in two files of the model")
                 self._where[translated] = file, info
-        self.config = _config(path, self._family, self.metadata, self._shapes(), factors)
+        self.config = model_config(path, self._family, self.metadata, self._shapes(), factors)
         self._heads = {
             "q": int(self.config["num_attention_heads"]),
             "k": int(self.config["num_key_value_heads"]),
@@ -229,110 +227,3 @@ def _check_split(files: list[GgufFile]) -> None:
     found = sum(len(file.tensors) for file in files)
     if len(files) > 1 and total != found:
         raise FormatError(f"{files[0].path}: split.tensors.count is {total}, the files hold {found} tensors")
-
-
-def _family(path: Path, metadata: Mapping[str, Any]) -> Family:
-    name = metadata.get("general.architecture")
-    if _ROTATION_KEY in metadata:
-        raise UnsupportedModelError(
-            f"{path}: the weights are rotated ({_ROTATION_KEY}), which is not read yet"
-        )
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{path}: general.architecture is {shown(name)}; {', '.join(FAMILIES)} can be read"
-        )
-    return FAMILIES[name]
-
-
-def _config(
-    path: Path,
-    family: Family,
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: np.ndarray[Any, Any] | None,
-) -> dict[str, Any]:
-    """The config.json that the metadata and shapes amount to."""
-    arch = metadata["general.architecture"]
-
-    def value(key: str, kind: type, default: Any = None) -> Any:
-        found = metadata.get(f"{arch}.{key}", default)
-        if kind is float and isinstance(found, int):
-            found = float(found)
-        if not isinstance(found, kind) or isinstance(found, bool):
-            what = "is missing" if found is None else f"is {shown(found)}"
-            raise FormatError(f"{path}: the key {arch}.{key} {what}; one {kind.__name__} is needed")
-        return found
-
-    heads, hidden = value("attention.head_count", int), value("embedding_length", int)
-    head_dim = value("attention.key_length", int, hidden // max(heads, 1))
-    embed = shapes.get("model.embed_tokens.weight", (0, 0))
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
-    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if scaling != "none":
-        rope["rope_type"], rope["factor"] = scaling, value("rope.scaling.factor", float, 1.0)
-    config: dict[str, Any] = {
-        "architectures": [family.hf_class],
-        "model_type": family.model_type,
-        "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length", int),
-        "num_hidden_layers": value("block_count", int),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv", int, heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "vocab_size": embed[0],
-        "max_position_embeddings": value("context_length", int),
-        "rms_norm_eps": _decimal(value("attention.layer_norm_rms_epsilon", float)),
-        "rope_parameters": rope,
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
-    }
-    rotated = value("rope.dimension_count", int, head_dim)
-    if rotated != head_dim:
-        rope["partial_rotary_factor"] = rotated / head_dim
-    if family.model_type == "llama":
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
-        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
-    if rope_factors is not None:
-        _apply_factors(
-            config, rope, rope_factors, metadata.get(f"{arch}.rope.scaling.original_context_length")
-        )
-    for ours, theirs in (
-        ("bos_token_id", "bos_token_id"),
-        ("eos_token_id", "eos_token_id"),
-        ("pad_token_id", "padding_token_id"),
-    ):
-        if isinstance(found := metadata.get(f"tokenizer.ggml.{theirs}"), int):
-            config[ours] = found
-    return config
-
-
-def _decimal(value: float) -> float:
-    """A float32 from the file as the short decimal that it was: 1e-05, not 9.999999747378752e-06."""
-    return float(str(np.float32(value)))
-
-
-def _apply_factors(
-    config: dict[str, Any], rope: dict[str, Any], factors: np.ndarray[Any, Any], original: Any
-) -> None:
-    """Divisors of the rotary frequencies: as a llama3 scaling where one gives them, else as explicit frequencies."""
-    half = np.arange(0, config["head_dim"], 2, dtype=np.float64) / config["head_dim"]
-    plain = rope["rope_theta"] ** -half
-    if len(factors) != len(plain) or not (factors >= 1).all():
-        raise FormatError(
-            f"{_ROPE_FACTORS} holds {len(factors)} values; {len(plain)} of at least 1 are needed"
-        )
-    factor = round(float(factors.max()), 4)
-    for context in (original, 8192):
-        if not isinstance(context, int):
-            continue
-        smooth = np.clip((context * plain / (2 * np.pi) - 1.0) / 3.0, 0.0, 1.0)
-        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-5):
-            rope |= {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": context,
-            }
-            return
-    config["trapetum_inv_freq"] = (plain / factors).tolist()

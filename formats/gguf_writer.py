@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import FormatError
 from trapetum.formats.atomic import atomic_file
-from trapetum.formats.gguf import (
+from trapetum.formats.gguf_header import (
     ALIGNMENT_KEY,
     DEFAULT_ALIGNMENT,
     MAGIC,

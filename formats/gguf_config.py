@@ -1,0 +1,150 @@
+"""config.json out of the metadata and tensor shapes of a GGUF model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trapetum.errors import FormatError, UnsupportedModelError
+from trapetum.formats.gguf_names import FAMILIES, Family
+from trapetum.formats.strict_json import shown
+
+__all__ = ["ROPE_FACTORS", "model_config", "model_family"]
+
+ROPE_FACTORS = "rope_freqs.weight"
+_ROTATION_KEY = "prism.hadamard.version"
+
+
+def model_family(path: Path, metadata: Mapping[str, Any]) -> Family:
+    """The family of a model.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it is not in the table, or the weights are rotated.
+    """
+    name = metadata.get("general.architecture")
+    if _ROTATION_KEY in metadata:
+        raise UnsupportedModelError(
+            f"{path}: the weights are rotated ({_ROTATION_KEY}), which is not read yet"
+        )
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UnsupportedModelError(
+            f"{path}: general.architecture is {shown(name)}; {', '.join(FAMILIES)} can be read"
+        )
+    return FAMILIES[name]
+
+
+def model_config(
+    path: Path,
+    family: Family,
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: np.ndarray[Any, Any] | None,
+) -> dict[str, Any]:
+    """The config.json that the metadata and shapes amount to.
+
+    Parameters
+    ----------
+    path : Path
+        For messages.
+    family : Family
+    metadata : mapping
+        Of the (first) file.
+    shapes : mapping of str to tuple of int
+        By the checkpoint's names.
+    rope_factors : ndarray, optional
+        Divisors of the rotary frequencies, ``rope_freqs.weight``.
+
+    Raises
+    ------
+    FormatError
+        If a key is missing or of another type; names it.
+    """
+    arch = metadata["general.architecture"]
+
+    def value(key: str, kind: type, default: Any = None) -> Any:
+        found = metadata.get(f"{arch}.{key}", default)
+        if kind is float and isinstance(found, int):
+            found = float(found)
+        if not isinstance(found, kind) or isinstance(found, bool):
+            what = "is missing" if found is None else f"is {shown(found)}"
+            raise FormatError(f"{path}: the key {arch}.{key} {what}; one {kind.__name__} is needed")
+        return found
+
+    heads, hidden = value("attention.head_count", int), value("embedding_length", int)
+    head_dim = value("attention.key_length", int, hidden // max(heads, 1))
+    embed = shapes.get("model.embed_tokens.weight", (0, 0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if scaling != "none":
+        rope["rope_type"], rope["factor"] = scaling, value("rope.scaling.factor", float, 1.0)
+    config: dict[str, Any] = {
+        "architectures": [family.hf_class],
+        "model_type": family.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length", int),
+        "num_hidden_layers": value("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "vocab_size": embed[0],
+        "max_position_embeddings": value("context_length", int),
+        "rms_norm_eps": _decimal(value("attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": rope,
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
+    }
+    rotated = value("rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if family.model_type == "llama":
+        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
+        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
+    if rope_factors is not None:
+        _apply_factors(
+            config, rope, rope_factors, metadata.get(f"{arch}.rope.scaling.original_context_length")
+        )
+    for ours, theirs in (
+        ("bos_token_id", "bos_token_id"),
+        ("eos_token_id", "eos_token_id"),
+        ("pad_token_id", "padding_token_id"),
+    ):
+        if isinstance(found := metadata.get(f"tokenizer.ggml.{theirs}"), int):
+            config[ours] = found
+    return config
+
+
+def _decimal(value: float) -> float:
+    """A float32 from the file as the short decimal that it was: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _apply_factors(
+    config: dict[str, Any], rope: dict[str, Any], factors: np.ndarray[Any, Any], original: Any
+) -> None:
+    """Divisors of the rotary frequencies: as a llama3 scaling where one gives them, else as explicit frequencies."""
+    half = np.arange(0, config["head_dim"], 2, dtype=np.float64) / config["head_dim"]
+    plain = rope["rope_theta"] ** -half
+    if len(factors) != len(plain) or not (factors >= 1).all():
+        raise FormatError(
+            f"{ROPE_FACTORS} holds {len(factors)} values; {len(plain)} of at least 1 are needed"
+        )
+    factor = round(float(factors.max()), 4)
+    for context in (original, 8192):
+        if not isinstance(context, int):
+            continue
+        smooth = np.clip((context * plain / (2 * np.pi) - 1.0) / 3.0, 0.0, 1.0)
+        if np.allclose(1.0 / ((1.0 - smooth) / factor + smooth), factors, rtol=1e-5):
+            rope |= {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": context,
+            }
+            return
+    config["trapetum_inv_freq"] = (plain / factors).tolist()
