@@ -36,8 +36,8 @@ __all__ = ["Model", "load"]
 Floats = NDArray[np.float32]
 
 _EXPAND_BYTES = 2 << 30
-# Elements of the widest activation of one block: 4 MiB. With 16 MiB the allocator returned them to the system each time,
-# and page faults took 13 % of the time of books-18m (8369 tokens, one Zen1 core: 5.43 s, with 4 MiB 4.93 s).
+# Elements of the widest activation of one block: 4 MiB. With 16 MiB the allocator gave them back to the system each
+# time, and page faults took 13 % of the time of books-18m (8369 tokens, one Zen1 core: 5.43 s, with 4 MiB 4.93 s).
 _ACTIVATIONS = 1 << 20
 _LOGITS = 16 << 20  # elements of one block of logits inside the library
 _GROUPS = ("q", "k", "v", "o", "gate", "up", "down")
