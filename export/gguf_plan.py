@@ -269,10 +269,7 @@ class _Planner:
 
     # ------------------------------------------------------------------ rotation
     def _is_rotated(self, name: str) -> bool:
-        if self.rotation is None or self.artifact.layout(name) != TernaryTensor.layout:
-            return False
-        first = self.artifact.load(name, slice(0, 1))
-        return isinstance(first, TernaryTensor) and first.rotation is not None
+        return name in self.records and self.records[name].params.get("rotation") is not None
 
     def _refuse_rotated(self, name: str, asked: str) -> None:
         self.faults.append(

@@ -1,0 +1,182 @@
+"""Tiny random models as folders, and llama.cpp itself as the judge of what is written for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.models.config import parse_config
+
+VOCAB = 512
+BASE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def spm_tokenizer(count: int = VOCAB) -> dict[str, Any]:
+    """A SentencePiece-style tokenizer of single characters: no token is part of a character, so none is held back."""
+    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(count - 3))]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": pieces[i], **plain} for i in range(3)],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {p: i for i, p in enumerate(pieces)},
+            "merges": [],
+        },
+    }
+
+
+def write_model(
+    folder: Path,
+    family: str = "llama",
+    *,
+    biases: tuple[str, ...] = (),
+    edit: Callable[[str, np.ndarray], np.ndarray] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """A random model whose logits have a spread of about one, in float32."""
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    config = {"architectures": [f"{names[family]}ForCausalLM"], "model_type": family, **BASE, **changes}
+    parsed = parse_config(config)
+    shapes = dict(parsed.architecture.expected_shapes(parsed))
+    for part in biases:
+        for layer in range(parsed.num_hidden_layers):
+            rows = shapes[parsed.architecture.tensor_name(part, layer)][:1]
+            shapes[parsed.architecture.tensor_name(part, layer, suffix="bias")] = rows
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        wide = "embed" not in name or parsed.tie_word_embeddings
+        scale = 0.1 if len(shape) == 1 else 1 / math.sqrt(shape[-1]) if wide else 1.0
+        values = (rng.standard_normal(shape) * scale + ("norm" in name)).astype(np.float32)
+        tensors[name] = values if edit is None else edit(name, values)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [Entry(n, v.dtype, v.shape) for n, v in tensors.items()]
+    with SafetensorsWriter(folder / "model.safetensors", entries) as writer:
+        for name, values in tensors.items():
+            writer.write(name, values)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer or spm_tokenizer(parsed.vocab_size)))
+    return folder
+
+
+class Engine:
+    """A GGUF file in llama.cpp: one thread, float32 cache, no flash attention."""
+
+    def __init__(self, path: Path, vocab: int, context: int) -> None:
+        import xllamacpp as x
+
+        params = x.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.warmup, params.verbosity = context, 1, False, -1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.cache_type_k = params.cache_type_v = x.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = x.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.server, self.vocab = x.Server(params), vocab
+
+    def log_probabilities(self, ids: list[int]) -> np.ndarray:
+        """float64 [vocab]: of the token after ``ids``."""
+        answer = self.server.handle_completions(
+            {
+                "prompt": ids,
+                "max_tokens": 1,
+                "n_predict": 1,
+                "temperature": 0,
+                "n_probs": self.vocab,
+                "logprobs": self.vocab,
+                "cache_prompt": False,
+                "ignore_eos": True,
+            }
+        )
+        out = np.full(self.vocab, np.nan)
+        for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+            out[entry["id"]] = entry["logprob"]
+        return out
+
+    def post(self, path: str, **body: Any) -> Any:
+        """A request to its server."""
+        request = urllib.request.Request(
+            self.server.listening_address + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    def tokenize(self, text: str, *, special: bool = True, mark: bool = False) -> list[int]:
+        return self.post("/tokenize", content=text, parse_special=special, add_special=mark)["tokens"]
+
+    def generate(self, ids: list[int], count: int) -> list[int]:
+        answer = self.post(
+            "/completion",
+            prompt=ids,
+            n_predict=count,
+            temperature=0,
+            top_k=1,
+            ignore_eos=True,
+            return_tokens=True,
+            cache_prompt=False,
+        )
+        return answer["tokens"]
+
+
+@pytest.fixture
+def llama_cpp() -> Callable[..., Engine]:
+    """Open a GGUF file in llama.cpp; the test is skipped without it."""
+    pytest.importorskip("xllamacpp")
+
+    def start(path: Path, vocab: int = VOCAB, context: int = 128) -> Engine:
+        return Engine(path, vocab, context)
+
+    return start
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[..., Path]:
+    """Write a tiny random model; see :func:`write_model`."""
+
+    def make(family: str = "llama", **options: Any) -> Path:
+        return write_model(tmp_path / f"tiny-{family}", family, **options)
+
+    return make
