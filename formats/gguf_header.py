@@ -69,6 +69,16 @@ class GgufTensor:
     end: int
 
     @property
+    def nbytes(self) -> int:
+        """Stored bytes."""
+        return self.end - self.start
+
+    @property
+    def kind(self) -> str:
+        """The type's name, as ``inspect`` shows it."""
+        return self.type_name
+
+    @property
     def type_name(self) -> str:
         """Name of the type, or ``type 250``."""
         return self.type.name if self.type is not None else f"type {self.type_id}"

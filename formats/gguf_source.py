@@ -1,8 +1,8 @@
 """A GGUF model, in one file or split over several, as a ``TensorSource`` with Hugging Face names.
 
 Tensors keep their stored form: plain numbers are dense, block types are ``BlockTensor``. config.json is put together
-from the metadata, q and k rows come back in the checkpoint's order, and what this reader does not understand (a
-family outside the table, a tensor without a counterpart, a rotation) is refused by name rather than left out.
+from the metadata, and q and k rows come back in the checkpoint's order. A family outside the table, a tensor without
+a counterpart or a rotation raise where ``config`` is asked for: such a file can be inspected, never run half.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ import numpy as np
 from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
 from trapetum.formats.gguf_config import ROPE_FACTORS, model_config, model_family
-from trapetum.formats.gguf_names import hf_name, stored_row_order
+from trapetum.formats.gguf_names import Family, hf_name, stored_row_order
 from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
 from trapetum.formats.strict_json import shown
@@ -30,6 +31,9 @@ from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, matrix_s
 __all__ = ["GgufSource"]
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 class GgufSource:
@@ -41,8 +45,6 @@ class GgufSource:
         What the user named.
     files : list of GgufFile
         The first one carries the metadata.
-    config : dict
-        As config.json would say it.
     notes : list of str
     """
 
@@ -54,27 +56,58 @@ class GgufSource:
         self.metadata = files[0].metadata
         self._folder: Path | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
-        self._family = model_family(path, self.metadata)
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
-        factors = None
+        self._factors = None
+        self._strangers: list[str] = []
         for file in files:
             for name, info in file.tensors.items():
                 if name == ROPE_FACTORS:
-                    factors = file.load(name).dequantize().reshape(-1)
+                    self._factors = file.load(name).dequantize().reshape(-1)
                     continue
                 translated = hf_name(name)
                 if translated is None:
-                    raise UnsupportedModelError(
-                        f"{file.path}: tensor {shown(name)} has no counterpart in a {self._family.model_type} model"
-                    )
-                if translated in self._where:
+                    self._strangers.append(name)
+                if (translated or name) in self._where:
                     raise FormatError(f"{file.path}: tensor {shown(name)} occurs in two files of the model")
-                self._where[translated] = file, info
-        self.config = model_config(path, self._family, self.metadata, self._shapes(), factors)
-        self._heads = {
-            "q": int(self.config["num_attention_heads"]),
-            "k": int(self.config["num_key_value_heads"]),
-        }
+                self._where[translated or name] = file, info
+
+    @cached_property
+    def _family(self) -> Family:
+        family = model_family(self.path, self.metadata)
+        if self._strangers:
+            raise UnsupportedModelError(
+                f"{self.path}: tensor {shown(self._strangers[0])} has no counterpart in a "
+                f"{family.model_type} model ({len(self._strangers)} such tensors)"
+            )
+        return family
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """As config.json would say it.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the family or a tensor is not one that is known here.
+        FormatError
+            If metadata are missing.
+        """
+        return model_config(self.path, self._family, self.metadata, self._shapes(), self._factors)
+
+    @property
+    def records(self) -> dict[str, GgufTensor]:
+        """Type and stored bytes of each tensor, by its name here."""
+        return {name: info for name, (_, info) in self._where.items()}
+
+    def faults(self) -> list[str]:
+        """What strict engines refuse about the files, though it can be read here; empty for a good model."""
+        found = []
+        for file in self.files:
+            try:
+                GgufFile.open(file.path).close()
+            except FormatError as error:
+                found.append(error.message)
+        return found
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> Self:
@@ -193,10 +226,10 @@ class GgufSource:
 
     def _interleaved_heads(self, name: str) -> int | None:
         """Heads of a tensor whose rows are stored interleaved; else None."""
-        if not self._family.interleaved:
+        key = _HEADS.get(name.rpartition(".")[0].rpartition(".")[2])
+        if key is None or not self._family.interleaved:
             return None
-        module = name.rpartition(".")[0]
-        return next((n for part, n in self._heads.items() if module.endswith(f".{part}_proj")), None)
+        return int(self.config[key])
 
 
 def _parts(path: Path) -> list[Path]:

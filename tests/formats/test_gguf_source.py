@@ -252,8 +252,27 @@ def test_split_models(tmp_path: Path) -> None:
 )
 def test_incomplete_metadata(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     write_model(tmp_path / "m.gguf", change=change)
-    with pytest.raises(FormatError, match=message):
-        open_source(tmp_path / "m.gguf")
+    with open_source(tmp_path / "m.gguf") as source, pytest.raises(FormatError, match=message):
+        _ = source.config
+
+
+def test_faults_are_what_strict_engines_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path)
+    with GgufSource.open(path) as source:
+        assert source.faults() == []
+        record = source.records["model.layers.0.self_attn.q_proj.weight"]
+        assert (record.kind, record.nbytes) == ("F32", 4 * HEADS * HEAD * HIDDEN)
+    with GgufWriter(path) as writer:
+        writer.add("general.architecture", "llama")
+        writer.add_tensor("token_embd.weight", 42, (64, 256), 64 * 2 * 34)
+        writer.add_tensor("output_norm.weight", "F32", (256,))
+        writer.begin()
+        writer.write("token_embd.weight", bytes(64 * 2 * 34))
+        writer.write("output_norm.weight", bytes(1024))
+    with GgufSource.open(path) as source:
+        assert not source.load("model.embed_tokens.weight").dequantize().any()
+        assert "group 128" in source.faults()[0]
 
 
 def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
@@ -270,8 +289,10 @@ def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
             writer.add_tensor(tensor, "F32", (4,))
             writer.begin()
             writer.write(tensor, np.zeros(4, np.float32))
-        with pytest.raises(UnsupportedModelError, match=message):
-            open_source(path)
+        with open_source(path) as source:
+            assert len(source.names()) == 1  # it can be looked at
+            with pytest.raises(UnsupportedModelError, match=message):
+                _ = source.config
 
 
 def test_names_are_inverse_to_each_other() -> None:
