@@ -34,6 +34,8 @@ def test_perplexity_by_hand(memory_source: Sources, ctx: int, score: str) -> Non
     losses: list[float] = []
     for start in range(0, IDS.size, ctx):
         window = IDS[start : start + ctx]
+        if score == "second-half" and window.size < ctx:
+            break  # llama.cpp's convention: whole windows only
         first = 1 if score == "all" else ctx // 2 + 1
         logp = log_probabilities(model, window)
         losses += [-float(logp[t - 1, window[t]]) for t in range(first, window.size)]

@@ -1,20 +1,14 @@
 """Perplexity of a model, and the distance between two models, on a text.
 
-The text is cut into windows of ``ctx`` tokens that do not overlap; each is seen by itself, from an empty
-cache. The last, shorter window counts as well if it predicts anything. Scored tokens:
+The text is cut into windows of ``ctx`` tokens that do not overlap; each is seen by itself, from an empty cache.
 
-===============
-============================================================================================== score
-of a window of n tokens ===============
-============================================================================================== ``all``
-tokens 1 .. n-1: every one but the first, which nothing predicts ``second-half``  tokens ctx/2 + 1 .. n-1,
-the convention of llama.cpp's perplexity tool: every scored token has at
-                 least half a window before it (that tool also drops the last, shorter window; here it counts)
-===============
-==============================================================================================
+``all``
+    Every token of a window but its first, which nothing predicts. The last, shorter window counts as well.
+``second-half``
+    Tokens ``ctx/2 + 1 .. ctx - 1`` of a window: every scored token has at least half a window before it. Whole windows
+    only. This is the convention of llama.cpp's perplexity tool.
 
-Log-probabilities are computed in float64 from float32 logits; the memory for logits is bounded whatever the
-vocabulary.
+Log-probabilities are computed in float64 from float32 logits; the memory for logits is bounded whatever the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,8 +30,19 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Ids = str | Sequence[int] | NDArray[np.integer[Any]]
 
-# First scored token of a window, from ctx.
-SCORES: dict[str, Callable[[int], int]] = {"all": lambda ctx: 1, "second-half": lambda ctx: ctx // 2 + 1}
+
+@dataclass(frozen=True)
+class _Score:
+    """Which tokens count: the first scored token of a window, from ctx, and whether a shorter window counts."""
+
+    first: Callable[[int], int]
+    whole_windows: bool
+
+
+SCORES: dict[str, _Score] = {
+    "all": _Score(lambda ctx: 1, whole_windows=False),
+    "second-half": _Score(lambda ctx: ctx // 2 + 1, whole_windows=True),
+}
 
 _PIECE = 1 << 18  # float64 elements that one thread works on: 2 MiB
 _SHOWN_CHANGES = 10
@@ -78,14 +83,17 @@ def _prepare(model: Model, ids: Ids, ctx: int, score: str) -> tuple[NDArray[np.i
     if ctx < 2:
         raise RecipeError(f"ctx is {ctx}; at least 2 tokens are needed to predict one")
     model.check_length(ctx)
-    array, first = (
-        np.asarray(model.tokenizer.encode(ids) if isinstance(ids, str) else ids),
-        SCORES[score](ctx),
-    )
-    if array.ndim != 1 or array.size <= first:
+    array = np.asarray(model.tokenizer.encode(ids) if isinstance(ids, str) else ids)
+    first = SCORES[score].first(ctx)
+    if first >= ctx:
+        raise RecipeError(f"ctx is {ctx}; score {score} needs at least {ctx + 1}")
+    needed = ctx if SCORES[score].whole_windows else first + 1
+    if array.ndim != 1 or array.size < needed:
         raise RecipeError(
-            f"the text has {array.size} tokens; more than {first} are needed to score one (ctx {ctx}, score {score})"
+            f"the text has {array.size} tokens; at least {needed} are needed to score one (ctx {ctx}, score {score})"
         )
+    if SCORES[score].whole_windows:
+        array = array[: array.size // ctx * ctx]
     # the length of the whole text is no matter: windows are run, and ctx fits
     parts = [model.check_ids(array[i : i + ctx]) for i in range(0, array.size, ctx)]
     return np.concatenate(parts), first
