@@ -125,6 +125,12 @@ def _open_gguf(path: Path, mmap: bool) -> TensorSource:
     return GgufSource.open(path, mmap=mmap)
 
 
+def _open_planes(path: Path, mmap: bool) -> TensorSource:
+    from trapetum.formats.planes_source import PlanesSource
+
+    return PlanesSource.open(path, mmap=mmap)
+
+
 def _is_artifact(path: Path, folder: bool, head: bytes) -> bool:
     # An unfinished job is sent here too: Artifact.open says that it is one.
     return folder and ((path / MANIFEST).exists() or (path / WORK_FOLDER).is_dir())
@@ -140,6 +146,12 @@ def _is_gguf(path: Path, folder: bool, head: bytes) -> bool:
     return head[:4] == b"GGUF"
 
 
+def _is_planes(path: Path, folder: bool, head: bytes) -> bool:
+    from trapetum.formats.planes_source import is_planes
+
+    return is_planes(path)
+
+
 def _is_checkpoint(path: Path, folder: bool, head: bytes) -> bool:
     return folder or path.name.endswith(".safetensors")
 
@@ -148,6 +160,7 @@ KINDS = (
     Kind("artifact", "a folder that `trapetum quantize` wrote", _is_artifact, _open_artifact),
     Kind("cbk", "a .cbk file, or a folder that holds model.cbk", _is_cbk, _open_cbk),
     Kind("gguf", "a .gguf file", _is_gguf, _open_gguf),
+    Kind("planes", "a folder that holds planes.json", _is_planes, _open_planes),
     Kind("checkpoint", "a Hugging Face folder or a .safetensors file", _is_checkpoint, _open_checkpoint),
 )
 """What a path can be; the first row that matches counts."""

@@ -15,6 +15,7 @@ from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.gguf_values import ValueType as T
 from trapetum.formats.gguf_writer import GgufWriter
 from trapetum.formats.source import open_source
+from trapetum.runtime.verify import verify_path
 
 HIDDEN, INTER, HEADS, KV, HEAD, VOCAB, LAYERS = 64, 96, 4, 2, 16, 512, 2
 
@@ -273,6 +274,9 @@ def test_faults_are_what_strict_engines_refuse(tmp_path: Path) -> None:
     with GgufSource.open(path) as source:
         assert not source.load("model.embed_tokens.weight").dequantize().any()
         assert "group 128" in source.faults()[0]
+    checks = {check.name: check for check in verify_path(path).checks}
+    assert not checks["integrity"].ok
+    assert "group 128" in checks["integrity"].detail
 
 
 def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trapetum.blocktypes import BLOCK_TYPES
-from trapetum.errors import FormatError
+from trapetum.errors import CheckpointError, FormatError
 from trapetum.formats.planes import (
     PlanesEntry,
     PlanesFile,
@@ -23,6 +23,7 @@ from trapetum.formats.planes import (
     write_planes,
 )
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.formats.source import open_source
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, TernaryTensor
 
 
@@ -132,6 +133,33 @@ def test_file_and_manifest(tmp_path: Path) -> None:
             np.testing.assert_array_equal(part.dequantize(), expected.dequantize(slice(1, 3)))
         with pytest.raises(FormatError, match="whole or invalid"):
             file.raw("l.qk", slice(0, 4))
+
+
+@pytest.mark.parametrize("named", ["", "planes.safetensors"])
+def test_a_planes_folder_is_a_model(tmp_path: Path, named: str) -> None:
+    write_planes(tmp_path / "planes.safetensors", ENTRIES, WEIGHTS.__getitem__, DENSE)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with open_source(tmp_path / named) as source:
+        assert (source.kind, source.config, source.path) == (
+            "planes",
+            {"model_type": "llama"},
+            tmp_path / named,
+        )
+        assert source.names() == [*WEIGHTS]
+        for name, expected in WEIGHTS.items():
+            assert (source.shape(name), source.layout(name)) == (expected.shape, expected.layout)
+            dtype = expected.values.dtype if isinstance(expected, DenseTensor) else np.float32
+            assert source.dtype(name) == dtype
+            np.testing.assert_array_equal(source.load(name).dequantize(), expected.dequantize())
+            source.release(name)
+        assert source.tokenizer_file() == tmp_path / "tokenizer.json"
+        assert [p.name for p in source.side_files()] == ["config.json", "tokenizer.json"]
+        with pytest.raises(FormatError, match="no tensor named"):
+            source.shape("nothing")
+    (tmp_path / "planes.json").write_text('{"file": "../x.safetensors"}')
+    with pytest.raises(CheckpointError, match=r"file is '../x.safetensors'"):
+        open_source(tmp_path)
 
 
 def test_the_reference_reader_reads_the_file(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
+from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import text_config
@@ -147,6 +148,8 @@ def _integrity(opened: TensorSource, progress: Progress) -> Check:
         if isinstance(opened, Artifact):
             faults += opened.check_sums(progress)
             what += ", all checksums"
+        if isinstance(opened, GgufSource):
+            faults += opened.faults()
         faults += _non_finite(opened, progress)
     if faults:
         return Check("integrity", False, float(len(faults)), listed(faults))
