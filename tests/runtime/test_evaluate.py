@@ -78,7 +78,7 @@ def test_refusals(memory_source: Sources) -> None:
         perplexity(model, IDS, ctx=1)
     with pytest.raises(RecipeError, match="context of 128"):
         perplexity(model, IDS, ctx=129)
-    with pytest.raises(RecipeError, match="1 tokens; more than 1"):
+    with pytest.raises(RecipeError, match="1 tokens; at least 2"):
         perplexity(model, [5], ctx=16)
     with pytest.raises(RecipeError, match="id 60"):
         perplexity(model, [5, 60], ctx=16)
