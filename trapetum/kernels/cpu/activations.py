@@ -99,11 +99,13 @@ def block_sums(
     scales : ndarray of float32, shape (tokens, padded // GROUP)
     size : int
         A divisor of ``GROUP``.
-    out : ndarray of float32, shape (tokens, padded // size)
-        Written.
+    out : ndarray of float32, shape (tokens, at least padded // size)
+        Written; 0 beyond the last block.
     """
+    blocks = q.shape[1] // size
     for m in range(out.shape[0]):
-        for b in range(out.shape[1]):
+        out[m, blocks:] = 0
+        for b in range(blocks):
             total = np.int32(0)
             for value in q[m, b * size : (b + 1) * size]:
                 total += np.int32(value)

@@ -52,7 +52,7 @@ __all__ = [
     "pack_top_bits",
 ]
 
-SIMD = "ff21667899a5d84e"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
 
 TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
 
@@ -173,14 +173,18 @@ def _row_scales(
     """``out[b] = d * step`` of row ``o``, one float32 multiplication."""
     count = d.shape[1]
     if steps.shape[1] == 0:
-        for b in range(blocks):
+        whole = blocks // 8 * 8
+        for b in range(0, whole, 8):
+            simd.store_floats(out, b, simd.load_floats(d, o * count + b))
+        for b in range(whole, blocks):
             out[b] = simd.scalar(d, o * count + b)
     else:
-        each = steps.shape[1] // count
+        each = blocks // count  # 8 or 16
         for s in range(count):
-            scale = simd.scalar(d, o * count + s)
-            for b in range(s * each, (s + 1) * each):
-                out[b] = scale * np.float32(steps[o, b])
+            scale = simd.splat_floats(simd.scalar(d, o * count + s))
+            for b in range(s * each, (s + 1) * each, 8):
+                step = simd.to_floats(simd.load_byte_ints(steps, o * blocks + b))
+                simd.store_floats(out, b, simd.multiply_floats(scale, step))
 
 
 @jit()
@@ -210,7 +214,7 @@ def multiply_rows(
         The prepared matrix.
     x, x_scales : ndarrays of int16 and float32
         From ``activations.quantize`` with WORD_LIMIT.
-    x_sums : ndarray of float32, shape (tokens, blocks)
+    x_sums : ndarray of float32, shape (tokens, blocks rounded up to a multiple of 8)
         From ``activations.block_sums``; unused without ``dmin``.
     out : ndarray of float32, shape (tokens, rows)
         Written in these columns only.
@@ -223,7 +227,7 @@ def multiply_rows(
     blocks = width // size
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
     sums = np.empty(tokens * 8, np.float32)
-    scales, offsets = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
+    scales, offsets = np.empty(blocks, np.float32), np.zeros(-(-blocks // 8) * 8, np.float32)
     for o in range(begin, end):
         _row_scales(d, steps, o, blocks, scales)
         sums[:] = 0
@@ -243,10 +247,11 @@ def multiply_rows(
         if dmin.shape[1]:
             _row_scales(dmin, mins, o, blocks, offsets)
             for m in range(tokens):
-                offset = np.float32(0)
-                for b in range(blocks):
-                    offset += offsets[b] * x_sums[m, b]
-                out[m, o] -= offset
+                offset = simd.zero_floats()
+                for b in range(0, offsets.shape[0], 8):
+                    part = simd.load_floats(x_sums, m * offsets.shape[0] + b)
+                    offset = simd.fma(simd.load_floats(offsets, b), part, offset)
+                out[m, o] -= simd.sum_floats(offset)
 
 
 @jit()

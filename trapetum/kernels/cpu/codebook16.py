@@ -30,7 +30,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["decode_rows", "decode_wide", "half_tables", "multiply_rows", "pack_codes", "quantize_tables"]
 
-SIMD = "ff21667899a5d84e"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
 TABLE_LIMIT = 8191
 
 

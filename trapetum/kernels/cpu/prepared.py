@@ -71,10 +71,10 @@ class Activations:
         return self._made[key]
 
     def sums(self, size: int) -> Floats:
-        """Sums of the rounded activations of every ``size`` inputs, float32 [tokens, padded / size]."""
+        """Sums of the rounded activations of every ``size`` inputs, float32; columns a multiple of 8."""
         if size not in self._made:
             q, scales = self.words
-            out = np.empty((q.shape[0], q.shape[1] // size), np.float32)
+            out = np.empty((q.shape[0], -(-q.shape[1] // size // 8) * 8), np.float32)
             block_sums(q, scales, size, out)
             self._made[size] = (out,)
         made: Floats = self._made[size][0]

@@ -51,6 +51,7 @@ __all__ = [
     "high_ints",
     "interleave_high",
     "interleave_low",
+    "load_byte_ints",
     "load_bytes",
     "load_floats",
     "load_ints",
@@ -240,6 +241,12 @@ def scalar(e: _Emit, array: Any, index: Any) -> Any:
 def load_signed_bytes(e: _Emit, array: Any, index: Any) -> Any:
     """16 int8 as int16."""
     return e.builder.sext(e.load(e.address(array, index), ir.VectorType(_I8, 16)), WORDS.llvm)
+
+
+@_operation(INTS, None, types.intp)
+def load_byte_ints(e: _Emit, array: Any, index: Any) -> Any:
+    """8 int8 as int32."""
+    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(_I8, 8)), INTS.llvm)
 
 
 @_operation(BYTES, None, types.intp)

@@ -1,0 +1,166 @@
+"""How fast the decoders are on this machine, against its memory and against float32 BLAS, in one interleaved run.
+
+Every case multiplies the same number of tokens; its weights are copied until they fill a pool larger than the last
+cache, and every round takes another copy: an 8 MiB matrix used twice would be read from the cache, at an impossible
+70 GB/s. Round by round all cases run one after the other (A B C A B C ...), so that a slow phase of the machine hits
+all of them; ratios are medians over the rounds.
+
+``share_of_bandwidth`` is bytes a second over those of the plain read; ``share_of_arithmetic`` compares with the same
+kernel on weights that stay in the cache, which is what its instructions alone would take.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trapetum.errors import KernelUnavailable, RecipeError
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.progress import Progress
+from trapetum.runtime.bench_cases import (
+    BLAS,
+    POOL_BYTES,
+    READ,
+    SCHEMES,
+    Case,
+    blas_case,
+    matrix_cases,
+    read_case,
+)
+
+__all__ = ["bench_cpu", "interleave"]
+
+
+def interleave(
+    cases: Sequence[Case], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of every round of every case, run in turn after one untimed round.
+
+    On a busy machine ``time.process_time`` tells more than the wall.
+    """
+    seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    for case in cases:
+        case.run(0)
+    for number in range(rounds):
+        for case in cases:
+            start = clock()
+            case.run(number + 1)
+            seconds[case.name].append(clock() - start)
+    return seconds
+
+
+def bench_cpu(
+    shapes: Sequence[tuple[int, int]] = ((4096, 4096),),
+    *,
+    tokens: int = 1,
+    threads: int | None = None,
+    rounds: int = 15,
+    schemes: Sequence[str] = tuple(SCHEMES),
+    pool_bytes: int = POOL_BYTES,
+    llama: bool = True,
+    cpu_time: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Time kernels.
+
+    Parameters
+    ----------
+    shapes : sequence of (rows, in_features)
+        ``in_features`` a multiple of 256.
+    tokens : int
+        1 to 16.
+    threads : int, optional
+    rounds : int
+    schemes : sequence of str
+        Of ``SCHEMES``.
+    pool_bytes : int
+        Of every case's weights; more than the last-level cache.
+    llama : bool
+        Also time llama.cpp's row products (one token), where PyPI ``xllamacpp`` is installed.
+    cpu_time : bool
+        Time of the process instead of the wall: for a busy machine, and one thread.
+    progress : Progress, optional
+
+    Returns
+    -------
+    dict
+        JSON: ``machine`` and ``shapes``, each with a list ``kernels`` of ``name``, ``seconds`` (median),
+        ``weights_per_second`` (times tokens), ``bytes_per_second``, ``share_of_bandwidth``,
+        ``share_of_arithmetic``, ``ratio_to_blas``.
+
+    Raises
+    ------
+    RecipeError
+        For an unknown scheme or a shape that no kernel takes.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from trapetum.runtime.environment import describe_environment
+
+    unknown = [name for name in schemes if name not in SCHEMES]
+    if unknown:
+        raise RecipeError(f"scheme {unknown[0]!r} is unknown; known are {', '.join(SCHEMES)}")
+    for rows, count in shapes:
+        if rows < 1 or count < 1 or count % 256:
+            raise RecipeError(f"shape {rows}x{count} is not allowed; inputs must be a multiple of 256")
+    if not 1 <= tokens <= 16:
+        raise RecipeError(f"tokens is {tokens}; 1 to 16 are multiplied by these kernels")
+    pool, progress = Pool(threads), progress or Progress()
+    environment = describe_environment()
+    clock = time.process_time if cpu_time else time.perf_counter
+    report: dict[str, Any] = {
+        "machine": {key: environment[key] for key in ("cpu", "packages")},
+        "threads": pool.threads,
+        "tokens": tokens,
+        "rounds": rounds,
+        "pool_bytes": pool_bytes,
+        "shapes": [],
+    }
+    progress.begin("timing kernels", len(shapes), "shapes")
+    with threadpool_limits(pool.threads, "blas"):
+        for rows, count in shapes:
+            cases = [read_case(pool, pool_bytes), blas_case(rows, count, tokens, pool_bytes)]
+            for name in schemes:
+                cases += matrix_cases(name, rows, count, tokens, pool, pool_bytes)
+            if llama and tokens == 1:
+                cases += _llama(rows, count, pool, pool_bytes, report)
+            found = _summary(cases, interleave(cases, rounds, clock), tokens)
+            report["shapes"].append({"rows": rows, "in_features": count, "kernels": found})
+            progress.advance(1)
+    progress.end()
+    return report
+
+
+def _llama(rows: int, count: int, pool: Pool, pool_bytes: int, report: dict[str, Any]) -> list[Case]:
+    from trapetum.runtime.bench_llama import llama_cases
+
+    try:
+        return llama_cases(rows, count, pool, pool_bytes)
+    except KernelUnavailable as error:
+        report["llama"] = error.message
+        return []
+
+
+def _summary(cases: Sequence[Case], seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    sizes = {case.name: case for case in cases}
+    bandwidth = sizes[READ].nbytes / median[READ]
+    rows = []
+    for case in cases:
+        if case.name.endswith(" cached"):
+            continue
+        rate = case.nbytes / median[case.name]
+        row: dict[str, Any] = {"name": case.name, "seconds": median[case.name], "bytes_per_second": rate}
+        if case.weights:
+            row["weights_per_second"] = case.weights * tokens / median[case.name]
+            row["share_of_bandwidth"] = rate / bandwidth
+            ratios = [a / b for a, b in zip(seconds[BLAS], seconds[case.name])]
+            row["ratio_to_blas"] = statistics.median(ratios)
+        cached = f"{case.name} cached"
+        if cached in median:
+            best = sizes[cached].weights / median[cached]
+            row["share_of_arithmetic"] = case.weights / median[case.name] / best
+        rows.append(row)
+    return rows
