@@ -123,7 +123,14 @@ def plan_hf(request: ExportRequest) -> HfPlan:
     dtype, spelled = DTYPES[chosen]
     names, notes = _written(artifact)
     entries = [Entry(n, _target(artifact.dtype(n), dtype), artifact.shape(n)) for n in names]
-    rows = [ExportRow(e.name, "exact", f"{_stored(artifact, e.name)} -> {e.dtype}") for e in entries]
+    rows = [
+        ExportRow(
+            e.name,
+            "exact" if rotation_of(artifact, e.name) is None else "rounded",
+            f"{_stored(artifact, e.name)} -> {e.dtype}",
+        )
+        for e in entries
+    ]
     parts = plan_shards([e.nbytes for e in entries], request.max_shard_size)
     shards = {file: [entries[i] for i in part] for file, part in zip(shard_names(len(parts)), parts)}
     files = {file: file_size(held, _METADATA) for file, held in shards.items()}

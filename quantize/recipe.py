@@ -370,8 +370,10 @@ def _default_recipe(scheme: str | None, bits: int | None) -> Recipe | str:
     if scheme is not None and scheme not in BITS:
         name = scheme.replace(":", "-")
         # A head that is not tied takes the type that llama.cpp gives it.
-        rules = (Rule(role=["head"], scheme="gguf:Q6_K"),) if scheme.startswith(PREFIX) else ()
-        return name if name in shipped else Recipe(name=name, scheme=scheme, rules=rules)
+        rules = [{"role": "head", "scheme": "gguf:Q6_K"}] if scheme.startswith(PREFIX) else []
+        return (
+            name if name in shipped else _validated({"scheme": scheme, "rules": rules}, "", default_name=name)
+        )
     wanted = 4 if bits is None else bits
     named = "4bit-head8" if wanted == 4 else f"{wanted}bit"
     return named if named in shipped else Recipe(name=named, bits=wanted)
