@@ -205,7 +205,7 @@ class CodebookTensor(QuantizedTensor):
     @property
     def codebook_size(self) -> int:
         """Entries a row."""
-        return self.codebook.shape[1]
+        return int(self.codebook.shape[1])
 
     @property
     def bits(self) -> int:
@@ -215,7 +215,7 @@ class CodebookTensor(QuantizedTensor):
     @property
     def nbytes(self) -> int:
         """Stored bytes: packed codes and codebook."""
-        return self.codes.shape[0] * packed_row_bytes(self.codes.shape[1], self.bits) + self.codebook.nbytes
+        return int(self.codes.shape[0] * packed_row_bytes(self.codes.shape[1], self.bits) + self.codebook.nbytes)
 
     def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
         """``codebook[o, codes[o, i]]``; see :meth:`QuantizedTensor.dequantize`."""
@@ -308,12 +308,12 @@ class TernaryTensor(QuantizedTensor):
     @property
     def group_size(self) -> int:
         """Weights a scale."""
-        return self.codes.shape[1] // self.scales.shape[1]
+        return int(self.codes.shape[1] // self.scales.shape[1])
 
     @property
     def nbytes(self) -> int:
         """Stored bytes: packed codes and scales."""
-        return self.codes.shape[0] * packed_row_bytes(self.codes.shape[1], 2) + self.scales.nbytes
+        return int(self.codes.shape[0] * packed_row_bytes(self.codes.shape[1], 2) + self.scales.nbytes)
 
     def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
         """``(code - 1) * scale``; see :meth:`QuantizedTensor.dequantize`."""
