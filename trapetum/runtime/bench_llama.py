@@ -92,7 +92,7 @@ def _case(
 
     def run(number: int) -> None:
         weights = copies[number % len(copies)]
-        quantize(q.ctypes.data, x.ctypes.data, count)
+        quantize(x.ctypes.data, q.ctypes.data, count)
 
         def piece(r: slice) -> None:
             loop(weights.ctypes.data, row_bytes, q.ctypes.data, count, out.ctypes.data, r.start, r.stop)
@@ -125,7 +125,7 @@ def llama_product(name: str, blocks: NDArray[np.uint8], x: NDArray[np.float32]) 
     other = traits(kind.vec_dot_type)
     q = np.empty(BLOCK_TYPES_BY_ID[kind.vec_dot_type].row_bytes(x.size), np.uint8)
     out = np.empty(len(blocks), np.float32)
-    _FROM_FLOAT(other.from_float)(q.ctypes.data, x.ctypes.data, x.size)
+    _FROM_FLOAT(other.from_float)(x.ctypes.data, q.ctypes.data, x.size)
     loop = _loop(kind.vec_dot)
     loop(blocks.ctypes.data, blocks.shape[1], q.ctypes.data, x.size, out.ctypes.data, 0, len(blocks))
     return out
