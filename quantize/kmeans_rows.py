@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
-from trapetum.quantize.kmeans_search import LANES, compand, fill_up, polish, refine, solve_groups
+from trapetum.quantize.kmeans_search import WIDTHS, compand, fill_up, polish, refine, solve_groups
 from trapetum.quantize.kmeans_stored import round_stored
 
 __all__ = ["fit_rows_16", "fit_rows_32"]
@@ -34,7 +34,7 @@ _SIGN = 32768
 
 # Hash of kmeans_search.py and kmeans_stored.py (a test holds it). numba's disk cache looks at this file only: what is
 # compiled in from the others would go stale if a change there did not change this line.
-_COMPILED_IN = "6311cfa822baa017"
+_COMPILED_IN = "0f501bf301f99896"
 
 
 @jit(error_model="numpy")
@@ -43,7 +43,7 @@ def _search(
 ) -> None:
     """Borders and centroids of the m > k values ``x``; ``s`` is the inner tuple of ``_scratch``."""
     pw, px, pxx = sums[0], sums[1], sums[2]
-    cube, table, layers, gathered, reach, shifts, moments, sides, costs, score, fine, fsums = s
+    cube, table, layers, gathered, shifts, moments, sides, costs, score, fine, fsums = s
     groups, subgroups, window, stride, rounds, steps = params
     nf, nc = compand(m, x, pw, groups if groups > 0 else k, max(subgroups, k), cube, fine, edges)
     if nf < k:
@@ -59,7 +59,7 @@ def _search(
             p = U(fine[j])
             fw[j], fx[j], fxx[j] = pw[p], px[p], pxx[p]
     if groups > 0:
-        solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, reach, borders)
+        solve_groups(nc, k, edges, fw, fx, fxx, table, layers, gathered, borders)
     else:
         for b in range(k + 1):
             borders[b] = edges[b]
@@ -163,14 +163,12 @@ def _fit_distinct(
 @jit(error_model="numpy")
 def _scratch(k: int, params: Any, capacity: int) -> Any:
     groups, window = params[0], 2 * params[2]
-    padded = (max(groups, k) // LANES + 1) * LANES
-    full = padded if groups > 0 else LANES
+    parts = max(groups, k) if groups > 0 else 0
     search = (
         np.empty(capacity + 1, np.float32),
-        np.empty((full, full), np.float32),
-        np.empty((k if groups > 0 else 1, full), np.float32),
-        np.empty((3, full), np.float64),
-        np.empty(full, np.int32),
+        np.empty((parts + WIDTHS, parts + 1), np.float32),
+        np.empty((k if groups > 0 else 1, 2 * parts + WIDTHS + 1), np.float32),
+        np.empty((3, parts + 1), np.float64),
         np.empty((3, k + 1), np.float64),
         np.empty((3, k), np.float64),
         np.empty((6, window, k), np.float32),

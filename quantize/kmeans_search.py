@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
 
-__all__ = ["LANES", "compand", "fill_up", "polish", "refine", "solve_groups"]
+__all__ = ["WIDTHS", "compand", "fill_up", "polish", "refine", "solve_groups"]
 
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 U: Any = np.uint64
 
-LANES = 8  # groups are padded to a multiple, so the inner loop has no scalar remainder
+WIDTHS = 2  # interval widths that one pass of the group solver takes together
 
 
 @jit(error_model="numpy")
@@ -54,15 +54,6 @@ def _capped_total(count: int, cube: Any, cap: Any) -> Any:
 
 
 @jit(error_model="numpy")
-def _cap(count: int, cube: Any, parts: int) -> Any:
-    """The cap for which the capped measure of all gaps is about ``parts`` caps: one border for each cap."""
-    cap = np.float32(np.inf)
-    for _ in range(3):
-        cap = _capped_total(count, cube, cap) / np.float32(parts)
-    return cap
-
-
-@jit(error_model="numpy")
 def compand(
     m: int, x: F64, pw: F64, parts: int, subparts: int, cube: Any, fine: I32, coarse: I32
 ) -> tuple[Any, Any]:
@@ -81,8 +72,12 @@ def compand(
         cube[j] = np.float32((pw[j + U(2)] - pw[j]) * gap * gap)
     for j in range(gaps):  # cube root by dividing the exponent, 3 % off at most: this is only a placement
         bits[j] = bits[j] // np.int32(3) + np.int32(0x2A514067)
-    cap = np.float32(1.0) / _cap(m - 1, cube, parts)
-    subcap = np.float32(1.0) / _cap(m - 1, cube, subparts) if subparts < m else np.float32(np.inf)
+    # The total of the gaps, none of them counting for more than one part of it; three rounds come close enough.
+    total = _capped_total(m - 1, cube, np.float32(np.inf))
+    for _ in range(2):
+        total = _capped_total(m - 1, cube, total / np.float32(parts))
+    scale = np.float32(parts) / total
+    subscale = np.float32(subparts) / total if subparts < m else np.float32(np.inf)
     one = np.float32(1.0)
     fine[0] = coarse[0] = 0
     nf = U(0)
@@ -95,8 +90,8 @@ def compand(
     # Without branches, for where the borders fall cannot be predicted; one addition is the only chain of latency.
     for j in range(U(1), U(m)):
         gap = cube[j - U(1)]
-        t += min(gap * cap, one)
-        u += min(gap * subcap, one)
+        t += min(gap * scale, one)
+        u += min(gap * subscale, one)
         g, h = np.int32(t), np.int32(u)
         cut = U((g != group) & (nc < last))
         group = g
@@ -141,81 +136,92 @@ def solve_groups(
     table: Any,
     layers: Any,
     gathered: F64,
-    reach: I32,
     borders: I32,
 ) -> None:
     """Optimal k intervals over the groups ``edges[0 .. groups]``; k <= groups.
 
-    Exact pruning: cutting the groups into k equal runs gives an upper bound of the optimum, and no interval and
-    no beginning of a solution may cost more than that. On smooth densities a fifth of the work remains.
+    Exact pruning: cutting the groups into k equal runs gives an upper bound of the optimum; no interval may cost
+    more, so none is wider than some ``reach`` groups, and every layer has few places to go on from.
 
-    Scratch: ``table`` float32 [groups, padded], ``layers`` float32 [k, padded], ``gathered`` float64 [3, padded],
-    ``reach`` int32 [groups], with ``padded`` the next multiple of LANES above ``groups``.
+    Costs are stored by width, ``table[d, j]`` for the interval (j - d, j], so that all loops run over j: long,
+    contiguous and SIMD. Layers have ``groups + WIDTHS`` infinities in front, which j - d may run into.
+
+    Scratch: ``table`` float32 [groups + WIDTHS, groups + 1], ``layers`` float32 [k, 2 * groups + WIDTHS + 1],
+    ``gathered`` float64 [3, groups + 1].
     """
     # Indices are unsigned: with signed ones numba allows for negative indices, and that costs the SIMD form of the
-    # inner loops (7x at 128 groups). The loops start and end on multiples of LANES.
-    end, lanes, one = U(groups), U(LANES), U(1)
-    padded = (end // lanes + one) * lanes
+    # inner loops (7x at 128 groups).
+    end, one, widths, clusters = U(groups), U(1), U(WIDTHS), U(k)
+    infinity = np.float32(np.inf)
     gw, gx, gxx = gathered[0], gathered[1], gathered[2]
-    for j in range(padded):
-        e = U(edges[min(j, end)])
+    for j in range(end + one):
+        e = U(edges[j])
         gw[j] = pw[e]
         gx[j] = px[e]
         gxx[j] = pxx[e]
     bound = 0.0
-    for b in range(U(k)):
-        i, j = b * end // U(k), (b + one) * end // U(k)
+    for b in range(clusters):
+        i, j = b * end // clusters, (b + one) * end // clusters
         dx = gx[j] - gx[i]
         bound += (gxx[j] - gxx[i]) - dx * dx / (gw[j] - gw[i])
     bound = bound * (1.0 + 1e-5) + 1e-12 * gxx[end]  # what rounding may do to the costs below
     limit = np.float32(bound)
-    infinity = np.float32(np.inf)
     far = U(0)
+    reach = one
     for i in range(end):
-        w0, x0, xx0 = gw[i], gx[i], gxx[i]
         far = max(far, i + one)
-        while far < end:
-            dx = gx[far + one] - x0
-            if (gxx[far + one] - xx0) - dx * dx / (gw[far + one] - w0) > bound:
+        while far < end:  # is the cost of (i, far + 1] within the bound?
+            dx = gx[far + one] - gx[i]
+            if ((gxx[far + one] - gxx[i]) - bound) * (gw[far + one] - gw[i]) > dx * dx:
                 break
             far += one
-        start = (i + one) // lanes * lanes
-        stop = (far // lanes + one) * lanes
-        reach[i] = stop
-        row = table[i]
-        for j in range(start, stop):
-            dx = gx[j] - x0
-            row[j] = np.float32((gxx[j] - xx0) - dx * dx / (gw[j] - w0))
-        for j in range(start, i + one):
+        reach = max(reach, far - i)
+    reach = (reach + widths - one) // widths * widths
+    for d in range(one, reach + one):
+        row = table[d]
+        for j in range(min(d, end + one)):
             row[j] = infinity
-    for layer in range(U(k)):
-        for j in range(padded):
-            layers[layer, j] = infinity
-    for j in range(U(reach[0])):
-        layers[0, j] = table[0, j]
-    for layer in range(one, U(k)):
+        for j in range(d, end + one):
+            dx = gx[j] - gx[j - d]
+            row[j] = np.float32((gxx[j] - gxx[j - d]) - dx * dx / (gw[j] - gw[j - d]))
+    front = end + widths
+    for layer in range(clusters):
+        row = layers[layer]
+        for j in range(front + end + one):
+            row[j] = infinity
+    for j in range(one, min(reach, end) + one):
+        layers[0, front + j] = table[j, j]
+    high = U(0)  # the last place that a beginning within the bound can have reached
+    for layer in range(one, clusters):
         before, now = layers[layer - one], layers[layer]
-        for i in range(layer, end - (U(k) - one - layer)):
-            base = before[i]
-            if base > limit:
-                continue
-            row = table[i]
-            for j in range((i + one) // lanes * lanes, U(reach[i])):
-                cost = base + row[j]
-                now[j] = cost if cost < now[j] else now[j]
+        while high < end and before[front + high + one] <= limit:
+            high += one
+        high = max(high, layer)
+        rest = (clusters - one - layer) * reach
+        start = max(layer + one, end - min(rest, end))
+        stop = min(high + reach, end) + one
+        for d in range(one, reach + one, widths):
+            # Slices: with one base index for each operand the compiler sees contiguous streams and uses SIMD.
+            c0, c1 = table[d, start:stop], table[d + one, start:stop]
+            b0 = before[front + start - d : front + stop - d]
+            b1 = before[front + start - d - one : front + stop - d - one]
+            to_here = now[front + start : front + stop]
+            for j in range(to_here.size):
+                cost = b0[j] + c0[j]
+                other = b1[j] + c1[j]
+                cost = cost if cost < other else other
+                to_here[j] = cost if cost < to_here[j] else to_here[j]
     borders[0] = 0
     borders[k] = edges[groups]
     to = groups
     for layer in range(k - 1, 0, -1):
         best = infinity
         where = to - 1
-        for i in range(to - 1, layer - 1, -1):
-            if reach[i] <= to:
-                break
-            value = layers[layer - 1, i] + table[i, to]
+        for d in range(1, min(reach, U(to - layer)) + one):
+            value = layers[layer - 1, groups + WIDTHS + to - d] + table[d, to]
             if value < best:
                 best = value
-                where = i
+                where = to - d
         borders[layer] = edges[where]
         to = where
 
