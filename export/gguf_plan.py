@@ -32,6 +32,7 @@ from trapetum.export.gguf_types import (
 )
 from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
 from trapetum.formats.artifact import Artifact
+from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
 from trapetum.models.architectures import Role, text_config
 from trapetum.models.config import ModelConfig, parse_config
@@ -109,8 +110,7 @@ class _Planner:
         self.names = self.arch.index(self.artifact.names())
         self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
         self.records = self.artifact.records if isinstance(self.artifact, Artifact) else {}
-        stated = self.artifact.manifest.get("rotation") if isinstance(self.artifact, Artifact) else None
-        self.rotation = HadamardRotation.from_json(stated) if stated is not None else None
+        self.rotation: HadamardRotation | None = None  # of the folded tensors, all the same
         self.faults: list[str] = []
         self.notes: list[str] = []
         self.fitted = 0
@@ -208,8 +208,10 @@ class _Planner:
     def _choose(self, job: GgufJob, role: Role, name: str) -> None:
         """Type and action of a matrix."""
         layout = self.artifact.layout(name)
-        rotated = self._is_rotated(name)
+        rotation = rotation_of(self.artifact, name)
+        rotated = rotation is not None
         if rotated:
+            self.rotation = rotation
             self.folded.append(job.name)
         if self.asked in PLAIN_NAMES:
             job.kind = BLOCK_TYPES[self.asked]
@@ -268,9 +270,6 @@ class _Planner:
         return str(self.artifact.dtype(name)) if layout == DenseTensor.layout else layout
 
     # ------------------------------------------------------------------ rotation
-    def _is_rotated(self, name: str) -> bool:
-        return name in self.records and self.records[name].params.get("rotation") is not None
-
     def _refuse_rotated(self, name: str, asked: str) -> None:
         self.faults.append(
             f"{name} is rotated (Hadamard), and a stock engine would load it as {asked} without undoing that; "
@@ -278,7 +277,7 @@ class _Planner:
         )
 
     def _rotation_pairs(self) -> dict[str, Any]:
-        if self.rotation is None or not self.folded:
+        if self.rotation is None:
             return {}
         embedding = "token_embd.weight" in self.folded
         tied = embedding and all(role.kind != "head" for role in self.names)
