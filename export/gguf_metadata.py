@@ -21,7 +21,6 @@ from trapetum.formats.gguf_values import KeyValue, ValueType
 from trapetum.formats.source import TensorSource
 from trapetum.models.config import ModelConfig
 from trapetum.quantize.card import read_front_matter
-from trapetum.rotation import HadamardRotation
 
 __all__ = [
     "FILE_TYPES",
@@ -30,7 +29,6 @@ __all__ = [
     "model_pairs",
     "model_title",
     "rope_factors",
-    "rotation_pairs",
     "size_label",
 ]
 
@@ -207,45 +205,6 @@ def rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
     dim = config.head_dim
     plain = config.rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     return (plain / config.rope.inverse_frequencies(dim).astype(np.float64)).astype(np.float32)
-
-
-def rotation_pairs(
-    rotation: HadamardRotation, folded: list[str], embedding: bool, tied: bool
-) -> dict[str, KeyValue]:
-    """``prism.hadamard.*``: how a runtime undoes a rotation that was folded into the weights.
-
-    Parameters
-    ----------
-    rotation : HadamardRotation
-    folded : list of str
-        GGUF names of the folded matrices, the embedding not among them.
-    embedding : bool
-        Whether ``token_embd.weight`` is folded.
-    tied : bool
-        Whether it is the head too.
-
-    Source: the Prism fork of llama.cpp; its readers refuse a file with other types or values.
-    """
-    widths = sorted(rotation.signs)
-    pairs = {
-        "version": _count(2 if tied else 1),
-        "block_size": _count(rotation.block_size),
-        "transform": _text("normalized-sylvester-walsh-hadamard"),
-        "axis": _text("input-last-dimension"),
-        "sign_mode": _text("explicit"),
-        "sign_widths": KeyValue(widths, ValueType.ARRAY, ValueType.INT32),
-        "sign_values": KeyValue(
-            np.concatenate([rotation.signs[w] for w in widths]).astype(np.int32),
-            ValueType.ARRAY,
-            ValueType.INT32,
-        ),
-        "weight_names": KeyValue(folded, ValueType.ARRAY, ValueType.STRING),
-    }
-    if embedding:
-        pairs["inverse_weight_names"] = KeyValue(["token_embd.weight"], ValueType.ARRAY, ValueType.STRING)
-    if tied:
-        pairs["tied_output"] = KeyValue(True, ValueType.BOOL)
-    return {f"prism.hadamard.{key}": value for key, value in pairs.items()}
 
 
 def _listed(stated: str | list[str] | None) -> list[str]:

@@ -17,7 +17,6 @@ from trapetum.export.gguf_metadata import (
     model_pairs,
     model_title,
     rope_factors,
-    rotation_pairs,
     size_label,
 )
 from trapetum.export.gguf_ternary import TERNARY_NAMES, ternary_fit
@@ -34,6 +33,7 @@ from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
+from trapetum.formats.gguf_rotation import rotation_pairs
 from trapetum.models.architectures import Role, text_config
 from trapetum.models.config import ModelConfig, parse_config
 from trapetum.rotation import HadamardRotation
@@ -279,10 +279,9 @@ class _Planner:
     def _rotation_pairs(self) -> dict[str, Any]:
         if self.rotation is None:
             return {}
-        embedding = "token_embd.weight" in self.folded
-        tied = embedding and all(role.kind != "head" for role in self.names)
-        folded = [n for n in self.folded if n != "token_embd.weight"]
-        return rotation_pairs(self.rotation, folded, embedding, tied)
+        return rotation_pairs(
+            self.rotation, self.folded, tied=all(role.kind != "head" for role in self.names)
+        )
 
     # ------------------------------------------------------------------ checks and notes
     def _check_asked(self) -> None:

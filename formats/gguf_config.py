@@ -15,7 +15,6 @@ from trapetum.formats.strict_json import shown
 __all__ = ["ROPE_FACTORS", "model_config", "model_family"]
 
 ROPE_FACTORS = "rope_freqs.weight"
-_ROTATION_KEY = "prism.hadamard.version"
 
 
 def model_family(path: Path, metadata: Mapping[str, Any]) -> Family:
@@ -24,13 +23,9 @@ def model_family(path: Path, metadata: Mapping[str, Any]) -> Family:
     Raises
     ------
     UnsupportedModelError
-        If it is not in the table, or the weights are rotated.
+        If it is not in the table.
     """
     name = metadata.get("general.architecture")
-    if _ROTATION_KEY in metadata:
-        raise UnsupportedModelError(
-            f"{path}: the weights are rotated ({_ROTATION_KEY}), which is not read yet"
-        )
     if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedModelError(
             f"{path}: general.architecture is {shown(name)}; {', '.join(FAMILIES)} can be read"

@@ -1,8 +1,9 @@
 """A GGUF model, in one file or split over several, as a ``TensorSource`` with Hugging Face names.
 
-Tensors keep their stored form: plain numbers are dense, block types are ``BlockTensor``. config.json is put together
-from the metadata, and q and k rows come back in the checkpoint's order. A family outside the table, a tensor without
-a counterpart or a rotation raise where ``config`` is asked for: such a file can be inspected, never run half.
+Tensors keep their stored form: plain numbers are dense, block types are ``BlockTensor``. A matrix with a scale beside
+it (``NAME.scale``, which multiplies the layer's output) takes it in. config.json is put together from the metadata, and
+q and k rows come back in the checkpoint's order. A family outside the table, a tensor without a counterpart or a
+rotation that cannot be undone raise where ``config`` is asked for: such a file can be inspected, never run half.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
 from trapetum.formats.gguf_config import ROPE_FACTORS, model_config, model_family
 from trapetum.formats.gguf_names import Family, hf_name, stored_row_order
+from trapetum.formats.gguf_rotation import FoldedRotation, read_rotation
 from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
 from trapetum.formats.strict_json import shown
-from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, matrix_shape
+from trapetum.rotation import HadamardRotation
+from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
 __all__ = ["GgufSource"]
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
+_TERNARY = ("TQ1_0", "TQ2_0", "Q2_0", "PQ2_0", "PTQ1_0")
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
@@ -59,10 +61,15 @@ class GgufSource:
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
         self._factors = None
         self._strangers: list[str] = []
+        self._scales: dict[str, np.float32] = {}
         for file in files:
             for name, info in file.tensors.items():
                 if name == ROPE_FACTORS:
                     self._factors = file.load(name).dequantize().reshape(-1)
+                    continue
+                scaled = _scaled_weight(name, info)
+                if scaled is not None:
+                    self._scales[scaled] = file.load(name).dequantize()[0]
                     continue
                 translated = hf_name(name)
                 if translated is None:
@@ -79,6 +86,7 @@ class GgufSource:
                 f"{self.path}: tensor {shown(self._strangers[0])} has no counterpart in a "
                 f"{family.model_type} model ({len(self._strangers)} such tensors)"
             )
+        _ = self._rotation  # one that cannot be undone is refused here
         return family
 
     @cached_property
@@ -136,6 +144,16 @@ class GgufSource:
         """Tensor names in the order of the files."""
         return list(self._where)
 
+    @cached_property
+    def _rotation(self) -> FoldedRotation | None:
+        shapes = {info.name: info.shape for _, info in self._where.values()}
+        return read_rotation(self.path, self.metadata, shapes)
+
+    def rotation_of(self, name: str) -> HadamardRotation | None:
+        """The rotation that is folded into a tensor; ``load`` gives the weights as stored, rotated."""
+        folded = self._rotation
+        return folded.rotation if folded is not None and self._find(name)[1].name in folded.names else None
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
         return self._find(name)[1].shape
@@ -143,11 +161,14 @@ class GgufSource:
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype; float32 for a block type."""
         kind = self._find(name)[1].type
-        return kind.dtype if kind is not None and kind.dtype is not None else np.dtype(np.float32)
+        plain = None if kind is None or name in self._scales else kind.dtype
+        return np.dtype(np.float32) if plain is None else plain
 
     def layout(self, name: str) -> str:
-        """``"dense"`` or ``"blocks"``."""
+        """``"dense"`` or ``"blocks"``; ``"ternary"`` for ternary blocks with a scale beside them."""
         kind = self._find(name)[1].type
+        if name in self._scales:
+            return TernaryTensor.layout if kind is not None and kind.name in _TERNARY else DenseTensor.layout
         return DenseTensor.layout if kind is not None and kind.dtype is not None else BlockTensor.layout
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
@@ -160,6 +181,11 @@ class GgufSource:
         UnsupportedModelError
             If its type is unknown.
         """
+        stored = self._load(name, rows)
+        scale = self._scales.get(name)
+        return stored if scale is None else _scaled(stored, scale)
+
+    def _load(self, name: str, rows: slice | None) -> QuantizedTensor:
         file, info = self._find(name)
         heads = self._interleaved_heads(name)
         if heads is None:
@@ -230,6 +256,24 @@ class GgufSource:
         if key is None or not self._family.interleaved:
             return None
         return int(self.config[key])
+
+
+def _scaled_weight(name: str, info: GgufTensor) -> str | None:
+    """Of ``NAME.scale``: what it scales, by the checkpoint's name."""
+    stem, _, suffix = name.rpartition(".")
+    plain = info.type is not None and info.type.name == "F32" and info.shape in ((1,), ())
+    return hf_name(f"{stem}.weight") if suffix == "scale" and plain else None
+
+
+def _scaled(stored: QuantizedTensor, scale: np.float32) -> QuantizedTensor:
+    """A tensor times a number: exactly so for ternary blocks, whose scales become float32."""
+    if isinstance(stored, BlockTensor) and stored.type in _TERNARY:
+        kind = stored.block_type
+        parts = kind.to_parts(stored.blocks.reshape(-1, kind.type_size))
+        scales = parts["d"].astype(np.float32).reshape(stored.rows, -1) * scale
+        codes = np.ascontiguousarray(parts["codes"], np.uint8).reshape(stored.rows, stored.in_features)
+        return TernaryTensor(codes, scales, 4, shape=stored.shape)
+    return DenseTensor(stored.dequantize() * scale)
 
 
 def _parts(path: Path) -> list[Path]:

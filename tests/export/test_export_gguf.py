@@ -332,6 +332,9 @@ def test_one_float32_scale_goes_beside_the_codes(tiny_model, llama_cpp, tmp_path
         assert scale[0] == wanted.scales[0, 0]
         codes = file.load("blk.0.attn_q.weight").dequantize()
         assert np.array_equal(codes * scale, wanted.dequantize())
+    with open_source(path) as back:
+        for name in source.names():
+            assert np.array_equal(back.load(name).dequantize(), source.load(name).dequantize())
     # Engines multiply: the same model with its scales rounded to float16 answers nearly alike.
     rounded = MemorySource(folder, dict(source.tensors))
     for name, tensor in rounded.tensors.items():
@@ -371,6 +374,8 @@ def test_rotation_travels_and_never_under_a_stock_type(tiny_model, tmp_path):
         rotated = [n for n in art.names() if art.records[n].params.get("rotation")]
         assert len(folded) == len(rotated) == len(set(folded))
         assert all(file.tensors[n].type_name == "PQ2_0" for n in folded)
+    ids = [1, 9, 77, 140]
+    assert np.array_equal(trapetum.load(path).logits(ids), trapetum.load(artifact).logits(ids))
     pytest.importorskip("xllamacpp")
     from xllamacpp import CommonParams, Server
 
