@@ -7,7 +7,7 @@ import pytest
 
 from trapetum.kernels.cpu.codebook import decode_rows
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.runtime.matrix import CodebookMatrix, DenseMatrix, build_matrix, widen
+from trapetum.runtime.matrix import DenseMatrix, PreparedMatrix, build_matrix, widen
 from trapetum.tensors import CodebookTensor, DenseTensor
 
 
@@ -68,7 +68,7 @@ def test_dense_matrix_kept_narrow_gives_the_same_bits() -> None:
 
 
 def test_layouts_pick_their_class() -> None:
-    assert type(build_matrix(random_tensor(2, 4, 4), Pool(1))) is CodebookMatrix
+    assert type(build_matrix(random_tensor(2, 4, 4), Pool(1))) is PreparedMatrix
     assert type(build_matrix(DenseTensor(np.zeros((2, 4), np.float32)), Pool(1))) is DenseMatrix
 
 

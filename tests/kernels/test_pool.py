@@ -51,13 +51,28 @@ def test_blas_is_single_threaded_inside_and_restored_after() -> None:
     assert [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"] == before
 
 
+def test_work_inside_work_ends() -> None:
+    # the inner calls find every thread taken: they do their own work and wait for nobody
+    pool, seen = Pool(2), np.zeros((4, 5), np.int64)
+
+    def outer(i: int) -> None:
+        def inner(k: int) -> None:
+            seen[i, k] += 1
+
+        pool.run(inner, 5)
+
+    pool.run(outer, 4)
+    assert (seen == 1).all()
+
+
 def test_closing_ends_the_threads() -> None:
-    pool, before = Pool(3), threading.active_count()
+    pool, before = Pool(3), set(threading.enumerate())
     pool.close()
     pool.run(lambda i: time.sleep(0.01), 6)
-    assert threading.active_count() > before
+    started = set(threading.enumerate()) - before
+    assert started
     pool.close()
-    assert threading.active_count() == before
+    assert not any(thread.is_alive() for thread in started)
     seen: list[int] = []
     pool.run(seen.append, 4)
     assert sorted(seen) == [0, 1, 2, 3]

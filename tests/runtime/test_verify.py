@@ -181,14 +181,15 @@ def test_non_finite_weights_are_found(made, tmp_path):
 
 
 def test_a_wrong_kernel_is_found(made, monkeypatch):
-    from trapetum.runtime.matrix import CodebookMatrix
+    from trapetum.kernels.cpu.prepared import Codebook16
 
-    def shifted(self, rows, buffer=None):
-        values = self.tensor.dequantize(rows)
-        values[0, 0] = np.nextafter(values[0, 0], np.float32(1))
-        return values
+    decode = Codebook16.decode
 
-    monkeypatch.setattr(CodebookMatrix, "tile", shifted)
+    def shifted(self, out, begin):
+        decode(self, out, begin)
+        out[0, 0] = np.nextafter(out[0, 0], np.float32(1))
+
+    monkeypatch.setattr(Codebook16, "decode", shifted)
     report = verify_path(made / "artifact")
     assert results(report)["integrity"]
     assert not results(report)["decoder"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import trapetum
 
-__all__ = ["describe_environment"]
+__all__ = ["available_memory", "describe_environment"]
 
 _PACKAGES = (
     "numpy",
@@ -144,6 +144,12 @@ def _memory() -> dict[str, int | None]:
         "available": found.get("MemAvailable"),
         "limit": int(limit) if limit.isdigit() else None,
     }
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take; 0 where the system does not say."""
+    memory = _memory()
+    return min((size for size in (memory["available"], memory["limit"]) if size is not None), default=0)
 
 
 def _caches() -> dict[str, str | None]:

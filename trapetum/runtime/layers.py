@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.pool import Pool
+from trapetum.kernels.cpu.prepared import Activations
 from trapetum.rotation import HadamardRotation
 from trapetum.runtime.attention import Cache, attend, rotate
 from trapetum.runtime.matrix import Matrix
@@ -78,12 +79,13 @@ class Linear:
 
 def apply_all(x: Floats, *linears: Linear) -> list[Floats]:
     """Apply layers that read the same float32 [tokens, in_features]; it is rotated at most once."""
+    given = Activations(x)
     rotated = None
     results = []
     for linear in linears:
         if linear.rotation is not None and rotated is None:
-            rotated = _rotate(x, linear.rotation, linear.matrix.pool)
-        y = linear.matrix(x if linear.rotation is None or rotated is None else rotated)
+            rotated = Activations(_rotate(x, linear.rotation, linear.matrix.pool))
+        y = linear.matrix(given if linear.rotation is None or rotated is None else rotated)
         if linear.bias is not None:
             y += linear.bias
         results.append(y)

@@ -23,6 +23,7 @@ from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import Role
 from trapetum.models.config import ModelConfig, parse_config
 from trapetum.runtime.attention import Cache, rotary_tables
+from trapetum.runtime.environment import available_memory
 from trapetum.runtime.layers import Layer, Linear, Norm
 from trapetum.runtime.matrix import Matrix, build_matrix
 from trapetum.runtime.sampling import Sampling
@@ -43,7 +44,9 @@ _LOGITS = 16 << 20  # elements of one block of logits inside the library
 _GROUPS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def load(path: str | Path, device: str = "cpu", threads: int | None = None) -> Model:
+def load(
+    path: str | Path, device: str = "cpu", threads: int | None = None, precision: str = "exact"
+) -> Model:
     """Load any supported model for inference.
 
     Parameters
@@ -54,11 +57,16 @@ def load(path: str | Path, device: str = "cpu", threads: int | None = None) -> M
         ``cpu``.
     threads : int, optional
         All CPUs of the process when omitted; the numbers do not depend on it.
+    precision : str
+        ``exact`` gives the numbers of the decoded model in float32; ``precise`` and ``fast`` round activations
+        to integers where few tokens are multiplied: see ``runtime.matrix``.
 
     Raises
     ------
     KernelUnavailable
         For another device.
+    RecipeError
+        If the precision is unknown.
     CheckpointError, FormatError, UnsupportedModelError
         If the model cannot be read or run.
     """
@@ -71,7 +79,7 @@ def load(path: str | Path, device: str = "cpu", threads: int | None = None) -> M
 
     source = open_source(path)
     try:
-        return Model(source, pool)
+        return Model(source, pool, precision)
     except BaseException:
         source.close()
         raise
@@ -85,6 +93,8 @@ class Model:
     source : TensorSource
         Stays open as long as the model: weights that are not widened are read from its pages.
     pool : Pool, optional
+    precision : str
+        See :func:`load`.
 
     Attributes
     ----------
@@ -102,7 +112,7 @@ class Model:
         If the weights are in a packed format that must be imported first.
     """
 
-    def __init__(self, source: TensorSource, pool: Pool | None = None) -> None:
+    def __init__(self, source: TensorSource, pool: Pool | None = None, precision: str = "exact") -> None:
         packed = getattr(source, "packed_format", lambda: None)()
         if packed is not None:
             raise UnsupportedModelError(
@@ -110,6 +120,7 @@ class Model:
             )
         self.source = source
         self.pool = pool or Pool()
+        self.precision = precision
         self.config: ModelConfig = parse_config(source.config)
         arch = self.config.architecture
         shapes = {name: tuple(source.shape(name)) for name in source.names()}
@@ -117,6 +128,8 @@ class Model:
         self._names = arch.index(shapes)
         wide = 4 * sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "dense")
         self._expand = wide <= _EXPAND_BYTES
+        codes = sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "codebook")
+        self._expand_codes = 3 * codes <= available_memory() // 2
         self.embed = self._matrix(Role("embed", part="embed"))
         head = Role("head", part="head")
         self._embed_rotation = rotation_of(source, self._names[Role("embed", part="embed")])
@@ -141,7 +154,13 @@ class Model:
 
     def _matrix(self, role: Role) -> Matrix:
         name = self._names[role]
-        matrix = build_matrix(self.source.load(name), self.pool, expand=self._expand)
+        matrix = build_matrix(
+            self.source.load(name),
+            self.pool,
+            expand=self._expand,
+            precision=self.precision,
+            expand_codes=self._expand_codes,
+        )
         if self._expand:
             self.source.release(name)
         return matrix

@@ -136,6 +136,7 @@ def multiply_rows(
     nibble, four = simd.splat_bytes(15), simd.splat_bytes(4)
     sums = np.empty(tokens * 8, np.float32)
     for o in range(begin, end):
+        simd.prefetch(planes, (o + 16) * 32)
         low, high = simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
         one = simd.zero_floats()
         sums[:] = 0

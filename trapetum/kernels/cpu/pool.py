@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -69,13 +69,29 @@ class Pool:
             yield
 
     def run(self, piece: Callable[[int], object], count: int) -> None:
-        """Call ``piece(0) .. piece(count - 1)`` in any order; the first exception is raised."""
+        """Call ``piece(0) .. piece(count - 1)`` in any order; the first exception is raised.
+
+        The caller works too, and threads take the next number when they are free: one submission a thread, not one
+        a piece (20 us each), and a helper that has not started when the work is done is not waited for.
+        """
         if count == 1 or self.threads == 1:
             for i in range(count):
                 piece(i)
-        else:
-            for _ in self._executor.map(piece, range(count)):
-                pass
+            return
+        numbers = iter(range(count))
+
+        def work() -> None:
+            for i in numbers:
+                piece(i)
+
+        helpers = [self._executor.submit(work) for _ in range(min(self.threads, count) - 1)]
+        try:
+            work()
+        finally:
+            started = [helper for helper in helpers if not helper.cancel()]
+            wait(started)
+        for helper in started:
+            helper.result()
 
     def blocks(self, piece: Callable[[slice], object], total: int, size: int) -> None:
         """Call ``piece`` for consecutive slices of ``range(total)``, each of ``size`` (the last one shorter)."""
