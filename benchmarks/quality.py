@@ -60,7 +60,7 @@ def main(model: str, text_file: str, characters: int | None = None) -> None:
     facts = describe_environment()
     print(json.dumps({"machine": facts.get("cpu"), "text": Path(text_file).name, "characters": len(text)}))
     with Model(open_source(model)) as original, tempfile.TemporaryDirectory() as scratch:
-        for bits in (8, 4, 3):
+        for bits in (4, 3, 8):
             losses: dict[str, float] = {}
             for method in ("reference", "trapetum"):
                 start = time.perf_counter()
