@@ -24,6 +24,13 @@ def known_format(text: str) -> str:
     return choice(*FORMATS)(text)
 
 
+def known_gguf_type(text: str) -> str:
+    """A type that the gguf export takes, in any case; raises ``ValueError`` with the list otherwise."""
+    from trapetum.export.gguf_types import TYPE_NAMES
+
+    return choice(*TYPE_NAMES)(text.upper())
+
+
 def format_option(*names: str, help: str) -> Any:
     """An option that names an export format; the table is only read when the option is given."""
     return option(*names, parse=known_format, help=help, metavar="FORMAT")
@@ -72,8 +79,9 @@ def export(
     ] = None,
     gguf_type: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--gguf-type",
+            parse=known_gguf_type,
             metavar="TYPE",
             help="gguf: auto (the default), Q2_0 PQ2_0 PTQ1_0 TQ2_0 TQ1_0 for ternary tensors, Q2_K ... Q8_0 for "
             "codebooks, F16 BF16 F32 for all.",

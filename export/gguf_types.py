@@ -19,7 +19,16 @@ from trapetum.quantize.block_scheme import Blocks
 from trapetum.quantize.block_search import fit_blocks
 from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
 
-__all__ = ["AUTO", "FITTED_NAMES", "PLAIN_NAMES", "cheapest_type", "fallback_type", "known_type", "squares"]
+__all__ = [
+    "AUTO",
+    "FITTED_NAMES",
+    "PLAIN_NAMES",
+    "TYPE_NAMES",
+    "cheapest_type",
+    "fallback_type",
+    "known_type",
+    "squares",
+]
 
 AUTO = "AUTO"
 PLAIN_NAMES = ("F32", "F16", "BF16")
@@ -27,6 +36,8 @@ PLAIN_NAMES = ("F32", "F16", "BF16")
 FITTED_NAMES = (
     "Q2_K", "Q3_K", "IQ4_XS", "Q4_K", "IQ4_NL", "Q4_0", "Q4_1", "Q5_K", "Q5_0", "Q5_1", "Q6_K", "Q8_0",
 )  # fmt: skip
+TYPE_NAMES = (AUTO, *TERNARY_NAMES, *FITTED_NAMES, *PLAIN_NAMES)
+"""What ``--gguf-type`` takes, in any case."""
 
 _ADDED = 0.1  # of the tensor's own error
 _SAMPLE_WEIGHTS = 1 << 18
@@ -45,9 +56,8 @@ def known_type(name: str | None) -> str:
         With the list of types.
     """
     upper = (name or AUTO).upper()
-    if upper != AUTO and upper not in (*PLAIN_NAMES, *FITTED_NAMES, *TERNARY_NAMES):
-        allowed = ", ".join(("auto", *TERNARY_NAMES, *FITTED_NAMES, *PLAIN_NAMES))
-        raise RecipeError(f"gguf type is {name!r}; allowed are {allowed}")
+    if upper not in TYPE_NAMES:
+        raise RecipeError(f"gguf type is {name!r}; allowed are {', '.join(TYPE_NAMES)}")
     return upper
 
 

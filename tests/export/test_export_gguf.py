@@ -388,7 +388,7 @@ def test_rotation_travels_and_never_under_a_stock_type(tiny_model, tmp_path):
 # ---------------------------------------------------------------------------- what is refused, and what is said
 def test_options_without_effect_are_refused(demo_model, artifact, tmp_path):
     out = tmp_path / "m.gguf"
-    with pytest.raises(RecipeError, match="allowed are auto"):
+    with pytest.raises(RecipeError, match="allowed are AUTO"):
         export_artifact(artifact, "gguf", out, gguf_type="Q9_9")
     with pytest.raises(RecipeError, match="no ternary tensors"):
         export_artifact(artifact, "gguf", out, gguf_type="PQ2_0")
