@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 import trapetum
 from trapetum.cli import output
+from trapetum.cli.bench import bench
 from trapetum.cli.compare import compare
 from trapetum.cli.env import env
 from trapetum.cli.export import export
@@ -36,6 +37,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     perplexity,
     compare,
     recipes,
+    bench,
     env,
 )
 

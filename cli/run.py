@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Device, Threads, option, real, utf8_argument, whole
+from trapetum.cli.options import Debug, Device, Threads, choice, option, real, utf8_argument, whole
 from trapetum.cli.output import note, stream
 
 __all__ = ["run"]
@@ -40,6 +40,15 @@ def run(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template as the user's turn.")
     ] = False,
+    precision: Annotated[
+        str,
+        option(
+            "--precision",
+            parse=choice("exact", "precise", "fast"),
+            metavar="NAME",
+            help="exact (float32), precise (15-bit activations) or fast (8-bit ones where weights have two).",
+        ),
+    ] = "fast",
     device: Device = "cpu",
     threads: Threads = None,
     debug: Debug = False,
@@ -47,7 +56,7 @@ def run(
     """Generate text: text to stdout as it comes, speed to stderr."""
     from trapetum.runtime.model import load
 
-    with load(path, device=device, threads=threads) as model:
+    with load(path, device=device, threads=threads, precision=precision) as model:
         if chat:
             text = model.tokenizer.chat([{"role": "user", "content": prompt}])
             ids = model.tokenizer.encode(text)

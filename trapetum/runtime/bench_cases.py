@@ -193,7 +193,7 @@ def read_case(pool: Pool, pool_bytes: int = POOL_BYTES) -> Case:
     from trapetum.kernels.cpu.bandwidth import read
 
     each = 1 << 20
-    words = np.ones(pool_bytes // 4 // each * each, np.int32)
+    words = np.ones(-(-pool_bytes // 4 // each) * each, np.int32)
     return Case(
         READ, 0, words.nbytes, lambda _: pool.blocks(lambda r: read(words, r.start, r.stop), words.size, each)
     )

@@ -1,0 +1,99 @@
+"""``trapetum bench``: how fast this machine decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from trapetum.cli.options import Debug, Device, Json, Threads, option, whole
+from trapetum.cli.output import emit, table
+from trapetum.cli.progress import terminal_progress
+
+__all__ = ["bench", "text"]
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, _, inputs = text.partition("x")
+    if not (rows.isdecimal() and inputs.isdecimal()):
+        raise ValueError(f"{text!r} is not a shape; write outputs and inputs, such as 4096x11008")
+    return int(rows), int(inputs)
+
+
+def bench(
+    shapes: Annotated[
+        list[Any] | None,
+        option(
+            "--shape",
+            parse=_shape,
+            metavar="ROWSxINPUTS",
+            help="A matrix; may be repeated. 4096x4096 by default.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, option("--tokens", parse=whole(1), metavar="M", help="Tokens multiplied at once, 1 to 16.")
+    ] = 1,
+    rounds: Annotated[
+        int, option("--rounds", parse=whole(1), metavar="N", help="Rounds; medians are printed.")
+    ] = 15,
+    schemes: Annotated[
+        list[str] | None,
+        option("--scheme", metavar="NAME", help="Only this scheme; may be repeated. All by default."),
+    ] = None,
+    pool: Annotated[
+        int, option("--pool", parse=whole(1), metavar="MIB", help="MiB of weights for each kernel.")
+    ] = 256,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count CPU time, not the wall: for a busy machine.")
+    ] = False,
+    device: Device = "cpu",
+    threads: Threads = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Time the decoders against memory, float32 BLAS and llama.cpp's kernels."""
+    from trapetum.runtime.bench import bench_cpu
+    from trapetum.runtime.bench_cases import SCHEMES
+
+    report = bench_cpu(
+        shapes or [(4096, 4096)],
+        tokens=tokens,
+        threads=threads,
+        rounds=rounds,
+        schemes=schemes or tuple(SCHEMES),
+        pool_bytes=pool << 20,
+        cpu_time=cpu_time,
+        progress=terminal_progress(),
+    )
+    emit(report, lambda: text(report), as_json=json)
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report as a table for people."""
+    lines = []
+    for shape in report["shapes"]:
+        lines.append(
+            f"{shape['rows']} x {shape['in_features']}, tokens {report['tokens']}, threads {report['threads']}, "
+            f"median of {report['rounds']}"
+        )
+        header = ("kernel", "ms", "Gw/s", "GB/s", "of bandwidth", "of arithmetic", "of fp32 BLAS")
+        lines.append(table(header, [_row(kernel) for kernel in shape["kernels"]], right=range(1, 7)))
+    if "llama" in report:
+        lines.append(report["llama"])
+    return "\n".join(lines)
+
+
+def _row(kernel: dict[str, Any]) -> Sequence[str]:
+    def number(key: str, scale: float = 1.0, places: int = 2) -> str:
+        return f"{kernel[key] * scale:.{places}f}" if key in kernel else ""
+
+    return (
+        kernel["name"],
+        number("seconds", 1e3, 3),
+        number("weights_per_second", 1e-9, 1),
+        number("bytes_per_second", 1e-9, 1),
+        number("share_of_bandwidth"),
+        number("share_of_arithmetic"),
+        number("ratio_to_blas"),
+    )
