@@ -274,6 +274,11 @@ def test_ternary_types_are_lossless(kind, tiny_model, tmp_path):
     with open_source(path) as back:
         for name in source.names():
             assert np.array_equal(back.load(name).dequantize(), source.load(name).dequantize())
+    if kind.startswith("TQ"):
+        gguf = pytest.importorskip("gguf")
+        (v,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "blk.1.attn_v.weight")
+        wanted = source.load("model.layers.1.self_attn.v_proj.weight").dequantize()
+        assert np.array_equal(gguf.quants.dequantize(v.data, v.tensor_type), wanted)
     said = " ".join(plan.notes)
     assert ("stock llama.cpp refuses" in said) == kind.startswith("P")
 
