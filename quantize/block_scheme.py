@@ -27,11 +27,11 @@ _SMALLER_BLOCKS = {
     "TQ1_0": "Q2_0", "TQ2_0": "Q2_0", "PQ2_0": "Q2_0", "PTQ1_0": "Q2_0", "Q2_0": "IQ4_NL", "Q1_0": "Q2_0",
 }  # fmt: skip
 
-# Weights a second on the reference core of ``estimate``; rounded down, the error's sum included.
+# Weights a second on the reference core of ``estimate``; Gaussian rows of 4096, the error's sum included.
 _RATES = {
-    "Q8_0": 9e6, "Q4_0": 5e6, "Q5_0": 5e6, "Q4_1": 4e6, "Q5_1": 4e6, "IQ4_NL": 2e6,
-    "Q2_K": 2e6, "Q3_K": 2e6, "Q4_K": 2e6, "Q5_K": 2e6, "Q6_K": 2e6, "IQ4_XS": 1.5e6,
-    "TQ1_0": 9e6, "TQ2_0": 9e6, "Q2_0": 5e6, "PQ2_0": 5e6, "PTQ1_0": 9e6, "Q1_0": 12e6,
+    "Q8_0": 33e6, "Q4_0": 30e6, "Q5_0": 28e6, "Q4_1": 24e6, "Q5_1": 21e6, "IQ4_NL": 18e6,
+    "Q2_K": 11e6, "Q3_K": 15e6, "Q4_K": 17e6, "Q5_K": 16e6, "Q6_K": 20e6, "IQ4_XS": 16e6,
+    "TQ1_0": 30e6, "TQ2_0": 30e6, "Q2_0": 12e6, "PQ2_0": 12e6, "PTQ1_0": 30e6, "Q1_0": 40e6,
 }  # fmt: skip
 
 

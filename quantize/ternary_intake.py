@@ -131,7 +131,7 @@ class TernaryAsIs(Scheme):
     @property
     def rate(self) -> float:
         """Measured on rows of 4096."""
-        return 60e6
+        return 25e6
 
 
 @dataclass
