@@ -76,7 +76,8 @@ def compand(
     total = _capped_total(m - 1, cube, np.float32(np.inf))
     for _ in range(2):
         total = _capped_total(m - 1, cube, total / np.float32(parts))
-    scale = np.float32(parts) / total
+    # An infinite scale makes every gap a border: with few enough values nothing is grouped.
+    scale = np.float32(parts) / total if parts < m else np.float32(np.inf)
     subscale = np.float32(subparts) / total if subparts < m else np.float32(np.inf)
     one = np.float32(1.0)
     fine[0] = coarse[0] = 0
@@ -191,12 +192,13 @@ def solve_groups(
             row[j] = infinity
     for j in range(one, min(reach, end) + one):
         layers[0, front + j] = table[j, j]
-    high = U(0)  # the last place that a beginning within the bound can have reached
+    start = one
+    high = one  # the last place that a beginning within the bound can have reached
     for layer in range(one, clusters):
         before, now = layers[layer - one], layers[layer]
+        high = max(high, start)  # below the previous layer's start nothing was computed
         while high < end and before[front + high + one] <= limit:
             high += one
-        high = max(high, layer)
         rest = (clusters - one - layer) * reach
         start = max(layer + one, end - min(rest, end))
         stop = min(high + reach, end) + one
@@ -301,6 +303,7 @@ def refine(
                 cost = score[b - one, i] + costs[c, i, b]
                 best = cost if cost < best else best
             score[b, c] = best
+    old = shifts[0]
     to = half  # the end of the last cluster does not move
     for b in range(k - 1, 0, -1):
         least = infinity
@@ -311,7 +314,18 @@ def refine(
                 least = cost
                 where = i
         to = where
+        old[b] = borders[b]
         borders[b] = min(max(borders[b] + (to - half) * stride, b), m - (k - b))
+    # A candidate far outside its cluster does cancel in float32; on rows of hardly more than k values, where errors
+    # are tiny, that could win wrongly. So the move must hold in float64.
+    gain = 0.0
+    for b in range(clusters):
+        i, j = U(borders[b]), U(borders[b + one])
+        dx = px[j] - px[i]
+        gain += error[b] - ((pxx[j] - pxx[i]) - dx * dx / (pw[j] - pw[i]))
+    if gain < 0.0:
+        for b in range(1, k):
+            borders[b] = np.int32(old[b])
 
 
 @jit(error_model="numpy")

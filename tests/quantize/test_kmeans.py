@@ -164,6 +164,41 @@ def test_optimal_codebook_by_enumeration() -> None:
         assert optimal_codebook(x, k, w)[1] == pytest.approx(best, rel=1e-12)
 
 
+@pytest.mark.parametrize("effort", ["fast", "default", "high"])
+@pytest.mark.parametrize("k", [2, 4, 16, 64])
+def test_hardly_more_values_than_entries(k: int, effort: str) -> None:
+    """Here pruning is sharpest and float32 costs are weakest; a wrong cluster would cost a large factor."""
+    rng = np.random.default_rng(k)
+    for extra in (1, 2, 3, 7):
+        for _ in range(12):
+            values = rng.standard_normal(k + extra)
+            values[1] = values[0] + 10.0 ** rng.uniform(-6, -1)
+            row = rng.choice(values, (1, 600)).astype(np.float32)
+            codes, codebook = fit_codebooks(row, k, effort=effort, wide=True)
+            error = relative_error(row, codes, codebook)[0][0]
+            # 1e-12 of the row's energy is what float64 prefix sums can tell apart.
+            assert error <= 1.003 * optimal_codebook(row, k)[1] + 1e-12 * (row.astype(np.float64) ** 2).sum()
+
+
+@pytest.mark.parametrize("effort", ["fast", "default"])
+def test_shapes_far_from_weights(effort: str) -> None:
+    rng = np.random.default_rng(8)
+    n = 2000
+    rows = np.stack(
+        [
+            rng.standard_normal(n) * (rng.random(n) < 0.3),  # sparse
+            rng.choice(rng.standard_normal(20), n) + 1e-3 * rng.standard_normal(n),  # tight clumps
+            rng.random(n),
+            np.exp(2 * rng.standard_normal(n)),
+            rng.standard_normal(n) * 0.05 + rng.choice([-1, 1], n),
+            rng.standard_cauchy(n),
+            np.where(rng.random(n) < 0.01, 30, 1) * rng.standard_normal(n),
+        ]
+    ).astype(BF16)
+    for k in (4, 8, 16, 32):
+        assert excess(rows, k, effort=effort).max() <= (0.02 if effort == "default" else 0.06)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [2, 3, 16, 256])
 @pytest.mark.parametrize("n", [1, 2, 15, 17, 300])
