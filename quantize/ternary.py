@@ -21,7 +21,7 @@ from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
 from trapetum.quantize.scheme import Arrays, Scheme
 from trapetum.rotation import ROTATION_KEY
-from trapetum.tensors import QuantizedTensor, TernaryTensor, matrix_shape
+from trapetum.tensors import BlockTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
 if TYPE_CHECKING:
     from trapetum.quantize.plan import Plan, PlanRow
@@ -33,6 +33,7 @@ GROUP_SIZES = (128, 64)
 
 # Weights a second on the reference core of ``estimate``, packing and the error's sum included.
 _RATES = {3: 28e6, 4: 13e6}
+_FEW_BIT_LAYOUTS, _FEW_BITS = (TernaryTensor.layout, BlockTensor.layout), 2.3
 _SAMPLE_TENSORS, _SAMPLE_WEIGHTS = 8, 1 << 16
 
 
@@ -123,14 +124,15 @@ class Ternary(Scheme):
 
 
 def cost_note(plan: Plan) -> str | None:
-    """One sentence on what ternary weights cost this model, measured on a sample; None where none are planned.
+    """One sentence on what two bits a weight cost this model, measured on a sample; None where none are planned.
 
     Parameters
     ----------
     plan : Plan
-        Rows at the start of up to eight of its ternary tensors are quantized twice: as planned, and to 4 bits.
+        Rows at the start of up to eight of its tensors with at most 2.3 bits a weight (ternary ones, and GGUF types
+        that are made for ternary models) are quantized twice: as planned, and to 4 bits.
     """
-    chosen = [r for r in plan.rows if isinstance(r.scheme, Ternary)]
+    chosen = [r for r in plan.rows if r.scheme.layout in _FEW_BIT_LAYOUTS and r.bpw <= _FEW_BITS]
     if not chosen:
         return None
     step = -(-len(chosen) // _SAMPLE_TENSORS)

@@ -199,6 +199,11 @@ def test_1_58_bits_say_what_they_cost(make_model: Callable[..., Path], tmp_path:
         make_model(fill=ternary, name="trits", **WIDE), tmp_path / "dry", bits=1.58, dry_run=True
     )
     assert any("nothing is lost" in n for n in report.notes)
+    # A GGUF type for ternary models, on a model that is none: files of that kind only babble.
+    blocks = quantize_model(tmp_path / "model", tmp_path / "dry", scheme="gguf:PTQ1_0", dry_run=True)
+    assert any(
+        "gguf:PTQ1_0 keeps these weights with a relative squared error of 0.1" in n for n in blocks.notes
+    )
     four_bits = quantize_model(make_model(name="plain", **WIDE), tmp_path / "dry", dry_run=True)
     assert not any("sample" in n for n in four_bits.notes)
 
