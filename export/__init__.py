@@ -77,9 +77,9 @@ def plan_export(
     refuse_overlap(Path(out), [Path(p) for p in (artifact, source) if p is not None])
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_source(artifact))
-        if opened.kind not in ("artifact", "checkpoint"):
+        if opened.kind not in ("artifact", "checkpoint", "gguf"):
             raise OutputError(
-                f"{artifact}: is of kind {opened.kind}; exports are made from artifacts",
+                f"{artifact}: is of kind {opened.kind}; exports are made from artifacts, model folders and GGUF files",
                 hint="Export from the folder that trapetum quantize wrote.",
             )
         values = stack.enter_context(open_source(source)) if source is not None else None
@@ -108,7 +108,7 @@ def export_artifact(
     Parameters
     ----------
     artifact : path
-        Folder that ``quantize_model`` wrote (a checkpoint folder works too).
+        Folder that ``quantize_model`` wrote (a checkpoint folder and a GGUF file work too).
     format : str
         A key of :data:`FORMATS`.
     out : path

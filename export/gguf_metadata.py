@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from trapetum.errors import CheckpointError
 from trapetum.formats.artifact import Artifact
+from trapetum.formats.gguf_header import ALIGNMENT_KEY
+from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.gguf_values import KeyValue, ValueType
 from trapetum.formats.source import TensorSource
 from trapetum.models.config import ModelConfig
@@ -70,8 +72,9 @@ _FINE_TUNES = re.compile(r"(?i:instruct|chat|it|base|coder|math|thinking|reasoni
 
 
 def model_title(source: TensorSource) -> str:
-    """The model's name: what the artifact was made from, else the folder."""
-    return str(_origin(source).get("name") or source.path.resolve().name)
+    """The model's name: what the artifact was made from, what a GGUF says of itself, else the folder."""
+    stated = source.metadata.get("general.name") if isinstance(source, GgufSource) else None
+    return str(stated or _origin(source).get("name") or source.path.resolve().name)
 
 
 def _origin(source: TensorSource) -> Mapping[str, Any]:
@@ -125,7 +128,7 @@ def general_pairs(
     Parameters
     ----------
     source : TensorSource
-        Its folder's README.md is read for the licence, languages and the base model.
+        Its folder's README.md is read for the licence, languages and the base model; of a GGUF its own keys are.
     architecture : str
         GGUF's name of the family.
     title : str
@@ -141,8 +144,10 @@ def general_pairs(
         "general.file_type": _count(FILE_TYPES[majority]),
         "general.quantization_version": _count(_QUANTIZATION_VERSION),
     }
-    folder = source.path if source.path.is_dir() else source.path.parent
-    card = read_front_matter(folder)
+    if isinstance(source, GgufSource):  # whatever else it says of itself stays true
+        own = source.files[0].kv
+        return {**{k: v for k, v in own.items() if k.startswith("general.") and k != ALIGNMENT_KEY}, **pairs}
+    card = read_front_matter(source.path if source.path.is_dir() else source.path.parent)
     for key, stated in (
         ("general.license", card.get("license")),
         ("general.license.name", card.get("license_name")),

@@ -480,3 +480,18 @@ def test_buffers_and_foreign_tensors_are_left_out_aloud(tiny_model, tmp_path):
     assert any("2 tensors are not part" in note and "inv_freq" in note for note in plan.notes)
     with GgufFile.open(plan.write()) as file:
         assert len(file.tensors) == len(plan.rows) == len(tensors) - 2
+
+
+def test_a_gguf_is_a_model_too(artifact, tmp_path):
+    first = export_artifact(artifact, "gguf", tmp_path / "a.gguf", gguf_type="Q6_K")
+    again = export_artifact(first, "gguf", tmp_path / "b.gguf")
+    with GgufFile.open(first) as a, GgufFile.open(again) as b:
+        assert list(a.tensors) == list(b.tensors)
+        assert all(a.raw(n).tobytes() == b.raw(n).tobytes() for n in a.tensors)
+        assert a.metadata["general.name"] == b.metadata["general.name"]
+        assert list(a.metadata["tokenizer.ggml.merges"]) == list(b.metadata["tokenizer.ggml.merges"])
+    dense = export_artifact(first, "hf", tmp_path / "hf")
+    with open_source(dense) as ours, open_source(first) as stored:
+        assert set(ours.names()) == set(stored.names())
+        for name in ours.names():
+            assert np.array_equal(ours.load(name).values, stored.load(name).dequantize())
