@@ -24,7 +24,7 @@ from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
 from trapetum.quantize.ternary import Ternary
 from trapetum.quantize.ternary_intake import AsIs
 from trapetum.rotation import HadamardRotation
-from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
+from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
 
 if TYPE_CHECKING:
     from trapetum.formats.packed_ternary import AnyCheckpoint
@@ -348,17 +348,22 @@ def _kept_notes(rows: tuple[PlanRow, ...]) -> list[str]:
 
 
 def _idle_rules(recipe: Recipe, rows: tuple[PlanRow, ...]) -> list[str]:
-    """A rule of the user that selects nothing is most often a slip."""
+    """A rule of the user that selects nothing is most often a slip; one for a head that is tied is not."""
     own = recipe.rules[: -len(DEFAULT_RULES)]
     used = {recipe.find(r.name, r.role.kind, r.role.layer, r.role.expert is not None) for r in rows}
-    return [f"rules[{i}] ({rule}) selects no tensor" for i, rule in enumerate(own) if i not in used]
+    return [
+        f"rules[{i}] ({rule}) selects no tensor"
+        for i, rule in enumerate(own)
+        if i not in used and rule.role != ["head"]
+    ]
 
 
 def _narrow_rows(rows: tuple[PlanRow, ...]) -> list[str]:
     """Codebooks that cost more than they save: over 10 bits a weight where at most 8 were asked for."""
     notes = []
-    for label in dict.fromkeys(r.scheme.label for r in rows if r.quantized and r.bpw > 10):
-        found = [r for r in rows if r.scheme.label == label and r.bpw > 10]
+    narrow = [r for r in rows if r.scheme.layout == CodebookTensor.layout and r.bpw > 10]
+    for label in dict.fromkeys(r.scheme.label for r in narrow):
+        found = [r for r in narrow if r.scheme.label == label]
         count, was, size = (
             sum(getattr(r, k) for r in found) for k in ("parameters", "source_nbytes", "nbytes")
         )

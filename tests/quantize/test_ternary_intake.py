@@ -17,7 +17,7 @@ from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.progress import Progress
-from trapetum.quantize.job import Job, quantize_model
+from trapetum.quantize.job import quantize_model
 from trapetum.quantize.plan import make_plan
 from trapetum.quantize.recipe import resolve_recipe
 from trapetum.quantize.schemes import Keep
@@ -46,7 +46,9 @@ class Lines(Progress):
             self.lines.append(line)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [ml_dtypes.bfloat16, np.float16, np.float32], ids=lambda d: np.dtype(d).name
+)
 def test_unpacked_checkpoints_come_over_exactly(
     dtype: type, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -54,8 +56,12 @@ def test_unpacked_checkpoints_come_over_exactly(
     folder = make_model(fill=unpacked, dtype=dtype, change={"lm_head.weight": plain}, **WIDE)
     log = Lines()
     report = quantize_model(folder, tmp_path / "out", scheme="asis", progress=log)
-    assert {r.name for r in report.rows if isinstance(r.scheme, Keep) and len(r.shape) == 2} == {"lm_head.weight"}
-    assert any("1 of 16 tensors are not ternary and kept as they are: lm_head.weight" in n for n in report.notes)
+    assert {r.name for r in report.rows if isinstance(r.scheme, Keep) and len(r.shape) == 2} == {
+        "lm_head.weight"
+    }
+    assert any(
+        "1 of 16 tensors are not ternary and kept as they are: lm_head.weight" in n for n in report.notes
+    )
     with Artifact.open(tmp_path / "out") as art, Checkpoint.open(folder) as source:
         for name in source.names():
             np.testing.assert_array_equal(art[name].dequantize(), source.load(name).dequantize(), strict=True)
@@ -141,7 +147,9 @@ def test_a_model_that_is_not_ternary_is_refused(make_model: Callable[..., Path],
     assert not (tmp_path / "out").exists()
 
 
-def test_nan_is_named_before_anything_is_taken_for_ternary(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_nan_is_named_before_anything_is_taken_for_ternary(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     bad = unpacked(np.random.default_rng(0), 256, 256).astype(ml_dtypes.bfloat16)
     bad[7, 3] = np.nan
     with pytest.raises(CheckpointError, match=f"{Q} holds 1 NaN"):
@@ -155,11 +163,11 @@ def test_settled_schemes_survive_a_stopped_job(
     folder = make_model(fill=unpacked, **WIDE)
     quantize_model(folder, tmp_path / "whole", scheme="asis")
 
-    def stop(*args: object) -> None:
+    def stop(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Job, "_assemble", stop)
+        patch.setattr("trapetum.quantize.job.assemble", stop)
         with pytest.raises(KeyboardInterrupt):
             quantize_model(folder, tmp_path / "out", scheme="asis")
     state = json.loads((tmp_path / "out" / ".trapetum" / "job.json").read_bytes())
