@@ -34,7 +34,7 @@ _SIGN = 32768
 
 # Hash of kmeans_search.py and kmeans_stored.py (a test holds it). numba's disk cache looks at this file only: what is
 # compiled in from the others would go stale if a change there did not change this line.
-_COMPILED_IN = "aa2f7b9d94c8be24"
+_COMPILED_IN = "54bdb36c3ac48d32"
 
 
 @jit(error_model="numpy")

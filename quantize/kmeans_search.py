@@ -65,13 +65,13 @@ def compand(
     Returns the two counts; ``fine[0 .. nf]`` are indices of values, ``coarse[0 .. nc]`` indices of fine intervals.
     ``cube`` is float32 scratch of length m.
     """
-    bits = cube.view(np.int32)
+    bits = cube.view(np.uint32)
     gaps = U(m - 1)
     for j in range(gaps):
         gap = x[j + U(1)] - x[j]
         cube[j] = np.float32((pw[j + U(2)] - pw[j]) * gap * gap)
     for j in range(gaps):  # cube root by dividing the exponent, 3 % off at most: this is only a placement
-        bits[j] = bits[j] // np.int32(3) + np.int32(0x2A514067)
+        bits[j] = bits[j] // np.uint32(3) + np.uint32(0x2A514067)
     # The total of the gaps, none of them counting for more than one part of it; three rounds come close enough.
     total = _capped_total(m - 1, cube, np.float32(np.inf))
     for _ in range(2):
