@@ -20,6 +20,7 @@ from trapetum.cli.compare import compare
 from trapetum.cli.env import env
 from trapetum.cli.export import export
 from trapetum.cli.inspect import inspect
+from trapetum.cli.merge import merge
 from trapetum.cli.perplexity import perplexity
 from trapetum.cli.quantize import quantize
 from trapetum.cli.recipes import recipes
@@ -30,6 +31,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS: tuple[Callable[..., None], ...] = (
     quantize,
+    merge,
     export,
     verify,
     inspect,

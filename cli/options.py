@@ -23,6 +23,7 @@ __all__ = [
     "Device",
     "DryRun",
     "Json",
+    "MixedCpus",
     "Overwrite",
     "ShardSize",
     "TextFile",
@@ -264,6 +265,12 @@ Debug = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+MixedCpus = Annotated[
+    bool,
+    typer.Option(
+        "--mixed-cpus", help="Accept tensors from CPUs with unlike features; bytes may then differ."
+    ),
+]
 Threads = Annotated[
     int | None,
     option("--threads", parse=whole(1), help="Threads; all cores of this process by default.", metavar="N"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from trapetum.cli.options import (
     Debug,
     DryRun,
     Json,
+    MixedCpus,
     Overwrite,
     ShardSize,
     Threads,
@@ -23,11 +25,12 @@ from trapetum.cli.options import (
     parse_size,
     whole,
 )
-from trapetum.cli.output import emit, table
+from trapetum.cli.output import emit, note, table
 from trapetum.cli.progress import terminal_progress
 
 if TYPE_CHECKING:
     from trapetum.quantize.report import Report
+    from trapetum.quantize.share import Share
 
 __all__ = ["quantize"]
 
@@ -37,6 +40,17 @@ def _known_scheme(text: str) -> str:
     from trapetum.quantize.schemes import check_scheme_name
 
     return check_scheme_name(text)
+
+
+def _part(text: str) -> Share:
+    """``I/N``; raises ``ValueError`` otherwise."""
+    from trapetum.errors import RecipeError
+    from trapetum.quantize.share import Share
+
+    try:
+        return Share.parse(text)
+    except RecipeError as error:
+        raise ValueError(error.message) from None
 
 
 def _number(*allowed: int) -> Callable[[str], int]:
@@ -135,10 +149,42 @@ def quantize(
     no_resume: Annotated[
         bool, typer.Option("--no-resume", help="Start anew where an unfinished job lies in DIR.")
     ] = False,
+    part: Annotated[
+        Any,
+        option(
+            "--part",
+            parse=_part,
+            metavar="I/N",
+            help="Do this share only, beside other processes; then `trapetum merge DIR`. "
+            "Also read from a Slurm array or an indexed Kubernetes Job.",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        option(
+            "--workers",
+            parse=whole(1),
+            metavar="N",
+            help="Use N local processes instead of threads (extra cluster).",
+        ),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "--scheduler",
+            metavar="ADDRESS",
+            help="Use a running Dask cluster, such as tcp://HOST:8786 (extra cluster).",
+        ),
+    ] = None,
+    mixed_cpus: MixedCpus = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Quantize a model into an artifact folder."""
+    if part is None and workers is None and scheduler is None:
+        part = _environment_part()
+    if part is not None and part.count > 1 and export is not None:
+        raise typer.BadParameter("--export needs the whole artifact: export after `trapetum merge`")
     if drop_artifact and export is None:
         raise typer.BadParameter("--drop-artifact needs --export: nothing would be left")
     from trapetum.hub import resolve_model
@@ -170,6 +216,10 @@ def quantize(
         dry_run=dry_run,
         any_architecture=any_architecture,
         max_shard_size=max_shard_size,
+        part=part,
+        workers=workers,
+        scheduler=scheduler,
+        mixed_cpus=mixed_cpus,
         progress=progress,
     )
     data, lines = report.to_dict(), _lines(report)
@@ -192,6 +242,16 @@ def quantize(
             _drop(report.out)
             lines += f"\nremoved {report.out}"
     emit(data, lines, as_json=json)
+
+
+def _environment_part() -> Share | None:
+    """What the batch system says, said aloud."""
+    from trapetum.quantize.share import share_from_environment
+
+    share, text = share_from_environment(os.environ)
+    if text is not None:
+        note(f"note: {text}")
+    return share
 
 
 def _check_export(model: str, format: str, out: Path | None, overwrite: bool) -> None:

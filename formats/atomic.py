@@ -23,7 +23,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -272,6 +272,10 @@ class FolderLock:
         The output folder; it and ``.trapetum`` are created.
     name : str
         File name of the lock; parts of one job take different names.
+    shared : bool
+        Whether others may hold the lock too, shared as well; it keeps out who wants it alone.
+    wait : callable of str, optional
+        Wait for the holder instead of refusing; called first, with a sentence that names it.
 
     Attributes
     ----------
@@ -284,9 +288,18 @@ class FolderLock:
         On entering, if another process holds the lock; its process id and host are named.
     """
 
-    def __init__(self, folder: str | Path, name: str = "lock") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        name: str = "lock",
+        *,
+        shared: bool = False,
+        wait: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.path = self.folder / WORK_FOLDER / name
+        self._mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        self._wait = wait
         self.note: str | None = None
         self._fd: int | None = None
 
@@ -334,8 +347,12 @@ class FolderLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, self._mode | fcntl.LOCK_NB)
         except BlockingIOError:
+            if self._wait is not None:
+                self._wait(f"{self.folder}: waiting for another trapetum process{_holder(fd)}")
+                fcntl.flock(fd, self._mode)
+                return
             raise OutputError(
                 f"{self.folder}: in use by another trapetum process{_holder(fd)}",
                 hint="Wait for it to end, stop it, or choose another output with -o.",

@@ -112,10 +112,16 @@ def read_commit(work: Path) -> dict[str, list[str]] | None:
     return commit if all(map(is_plain_name, names)) else None
 
 
-def discard_job(folder: str | Path) -> None:
+def discard_job(folder: str | Path, *, keep_locks: bool = False) -> None:
     """Forget an unfinished job (``--no-resume``); the caller holds the folder's lock.
 
     A job that is already being moved into place is finished instead: its old artifact may be half gone.
+
+    Parameters
+    ----------
+    folder : path
+    keep_locks : bool
+        Leave every file that ends in ``lock``: the caller shares the folder with other parts of the job.
     """
     from trapetum.formats.assemble import resume_assembly
 
@@ -127,5 +133,5 @@ def discard_job(folder: str | Path) -> None:
         for entry in os.scandir(work) if work.is_dir() else ():
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
-            elif entry.name != LOCK:
+            elif entry.name != LOCK and not (keep_locks and entry.name.endswith(LOCK)):
                 os.unlink(entry.path)

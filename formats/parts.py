@@ -2,9 +2,10 @@
 
 ``DIR/.trapetum/parts/IIIII-HHHHHHHHHHHHHHHH.safetensors`` holds the stored arrays of one tensor (I: its
 place in the plan, H: begin of the SHA-256 of its name), sorted by suffix, and its complete manifest entry
-as JSON in the header's metadata. A part is published by rename when all of it is on disk, so no second
-record of progress could disagree with the data: after kill -9 the next run asks for each tensor's part
-and computes those that are not there. A part that is empty, cut off or altered counts as not there.
+as JSON in the header's metadata. Beside it stand the CPU features of its maker (``cpu``): no part of the artifact,
+but parts from unlike machines may differ in a last bit. A part is published by rename when all of it is on
+disk, so no second record of progress could disagree with the data: after kill -9 the next run asks for each
+tensor's part and computes those that are not there. A part that is empty, cut off or altered counts as not there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Part:
         The same, checked.
     offsets : dict of suffix to int
         Where each array begins in the file.
+    cpu : str
+        CPU features of its maker, as :func:`trapetum.quantize.cpu.cpu_features` gives them; empty if unknown.
     """
 
     path: Path
@@ -54,6 +57,7 @@ class Part:
     entry: dict[str, Any]
     record: TensorRecord
     offsets: dict[str, int]
+    cpu: str = ""
 
 
 def part_path(folder: str | Path, index: int, name: str) -> Path:
@@ -74,6 +78,8 @@ class PartWriter:
         Name of the tensor.
     arrays : mapping of suffix to (dtype, shape)
         The stored arrays of the whole tensor, as ``Scheme.arrays`` gives them.
+    cpu : str
+        CPU features of this machine.
 
     Notes
     -----
@@ -94,15 +100,16 @@ class PartWriter:
         If the blocks do not make up the announced arrays.
     """
 
-    def __init__(self, folder: str | Path, index: int, name: str, arrays: Arrays) -> None:
+    def __init__(self, folder: str | Path, index: int, name: str, arrays: Arrays, cpu: str = "") -> None:
         self.path = part_path(folder, index, name)
         self.name = name
         self.entry: dict[str, Any] | None = None
         self._arrays = dict(arrays)
         entries = stored_entries(name, arrays)
         self._stored = {suffix: e.name for suffix, e in zip(sorted(arrays), entries)}
-        reserve = len(header_bytes(entries, {"name": name, "entry": ""})) + _ENTRY_BYTES
-        self._writer = SafetensorsWriter(self.path, entries, {"name": name}, reserve=reserve, sweep=False)
+        self._metadata = {"name": name, "cpu": cpu, "entry": ""}
+        reserve = len(header_bytes(entries, self._metadata)) + _ENTRY_BYTES
+        self._writer = SafetensorsWriter(self.path, entries, self._metadata, reserve=reserve, sweep=False)
 
     def __enter__(self) -> Self:
         with disk_errors(self.path.parent):
@@ -145,7 +152,7 @@ class PartWriter:
         self._writer.hash_data(digest)
         self.entry = tensor_entry(self.name, draft, self._arrays, digest.hexdigest())
         text = json.dumps(self.entry, ensure_ascii=False, allow_nan=False)
-        self._writer.metadata = {"name": self.name, "entry": text}
+        self._writer.metadata = {**self._metadata, "entry": text}
         return self.entry
 
 
@@ -203,4 +210,4 @@ def _part(file: SafetensorsFile, name: str, check_data: bool) -> Part | None:
     if check_data and file_sha256(file.path, data_start) != record.sha256:
         return None
     offsets = {suffix: file.tensors[e.name].start for suffix, e in record.arrays.items()}
-    return Part(file.path, name, entry, record, offsets)
+    return Part(file.path, name, entry, record, offsets, file.metadata.get("cpu", ""))

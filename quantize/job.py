@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import trapetum
-from trapetum.errors import OutputError
+from trapetum.errors import OutputError, RecipeError
 from trapetum.formats.assemble import assemble, resume_assembly
 from trapetum.formats.atomic import WORK_FOLDER, FolderLock, refuse_overlap, require_space
 from trapetum.formats.manifest import (
@@ -31,11 +32,13 @@ from trapetum.formats.manifest import (
 )
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
 from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
+from trapetum.formats.parts import Part
 from trapetum.formats.shard_layout import Shard, shard_layout
 from trapetum.hub import resolve_model
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.card import model_card, read_front_matter
+from trapetum.quantize.cpu import require_one_cpu
 from trapetum.quantize.estimate import predict_seconds, probe
 from trapetum.quantize.identity import hash_files
 from trapetum.quantize.journal import Journal, RunLog
@@ -43,13 +46,15 @@ from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
 from trapetum.quantize.schemes import scheme_from_spec
+from trapetum.quantize.share import Share
 from trapetum.quantize.stream import quantize_tensors
 from trapetum.quantize.survey import survey
 from trapetum.quantize.ternary import cost_note
 
-__all__ = ["Job", "quantize_model"]
+__all__ = ["Job", "Press", "companions", "leave_no_trace", "quantize_model", "surveyed"]
 
 SCAN_LIMIT = 64 * 10**9  # bytes of source that a dry run still reads to make its figures exact
+Press = Callable[..., tuple[dict[str, Part], int]]
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 
@@ -75,6 +80,10 @@ def quantize_model(
     dry_run: bool = False,
     any_architecture: bool = False,
     max_shard_size: int = 5_000_000_000,
+    part: Share | str | None = None,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    mixed_cpus: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize a checkpoint into an artifact folder.
@@ -103,6 +112,15 @@ def quantize_model(
         Accept a family outside the table.
     max_shard_size : int
         Data bytes a weight file may hold.
+    part : Share or str, optional
+        ``"I/N"``: do this share of the tensors only, beside other processes in ``out``; ``merge_parts`` finishes
+        the artifact.
+    workers : int, optional
+        Do the work in this many local processes (extra ``cluster``).
+    scheduler : str, optional
+        Do the work on the Dask cluster at this address; its workers see ``model`` and ``out`` under the same paths.
+    mixed_cpus : bool
+        Accept tensors that were made on CPUs with different features.
     progress : Progress, optional
 
     Returns
@@ -115,6 +133,10 @@ def quantize_model(
         One of its subclasses, with what was found and what to do.
     """
     progress = progress or Progress()
+    share = Share.parse(part) if isinstance(part, str) else part
+    if share is not None and share.count == 1:  # the whole
+        share = None
+    _check_routes(share, workers, scheduler, resume)
     resolved = resolve_recipe(
         recipe,
         bits=bits,
@@ -139,9 +161,29 @@ def quantize_model(
             plan = replace(plan, notes=(*plan.notes, cost))
         budget = plan.budget(threads, max_memory)
         if dry_run:
-            return _dry_run(plan, budget, folder, max_shard_size, progress)
-        return Job(plan, folder, budget, max_shard_size, title, progress).run(
-            resume=resume, overwrite=overwrite
+            return _dry_run(plan, budget, folder, max_shard_size, share, progress)
+        job = Job(plan, folder, budget, max_shard_size, title, progress, mixed_cpus)
+        if share is not None:
+            from trapetum.quantize.shared_job import run_share
+
+            return run_share(job, share, overwrite=overwrite)
+        if workers is not None or scheduler is not None:
+            from trapetum.cluster import Cluster
+
+            job.press = Cluster(scheduler, workers).press
+        return job.run(resume=resume, overwrite=overwrite)
+
+
+def _check_routes(share: Share | None, workers: int | None, scheduler: str | None, resume: bool) -> None:
+    """Ways to spread a job exclude each other."""
+    routes = {"part": share, "workers": workers, "scheduler": scheduler}
+    given = [name for name, value in routes.items() if value is not None]
+    if len(given) > 1:
+        raise RecipeError(f"{' and '.join(given)} exclude each other: each says where the whole work is done")
+    if share is not None and not resume:
+        raise RecipeError(
+            "a part cannot begin anew: it would discard the work of the other parts",
+            hint="Remove the output folder first, or leave --no-resume out.",
         )
 
 
@@ -173,12 +215,22 @@ def _shards(plan: Plan, max_shard_size: int) -> list[Shard]:
 
 
 def _dry_run(
-    plan: Plan, budget: MemoryBudget, folder: Path, max_shard_size: int, progress: Progress
+    plan: Plan,
+    budget: MemoryBudget,
+    folder: Path,
+    max_shard_size: int,
+    share: Share | None,
+    progress: Progress,
 ) -> Report:
     if sum(r.source_nbytes for r in plan.rows) <= SCAN_LIMIT:
         plan = survey(plan, budget, progress)
     else:
         note = "the source is too large to be read in a dry run: sizes assume that no tensor needs float32 codebooks"
+        plan = replace(plan, notes=(*plan.notes, note))
+    if share is not None:
+        mine = share.tensors(plan)
+        size = sum(plan.rows[i].source_nbytes for i in mine)
+        note = f"part {share} would make {len(mine)} of these tensors, from {size:,} bytes of the source"
         plan = replace(plan, notes=(*plan.notes, note))
     return Report(
         folder,
@@ -205,6 +257,10 @@ class Job:
     title : str
         Name of the source model.
     progress : Progress
+    mixed_cpus : bool
+        Accept tensors that were made on CPUs with different features.
+    press : callable
+        Makes the parts: ``quantize_tensors``, or the same on a cluster.
     """
 
     plan: Plan
@@ -213,6 +269,8 @@ class Job:
     max_shard_size: int
     title: str
     progress: Progress
+    mixed_cpus: bool = False
+    press: Press = quantize_tensors
     identity: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self, *, resume: bool = True, overwrite: bool = False) -> Report:
@@ -237,54 +295,54 @@ class Job:
         resumed = 0
         with FolderLock(self.folder) as lock:
             try:
-                self._begin(resume, overwrite)
+                self.begin(resume, overwrite)
             except BaseException:
-                if self._journal.read() is None:  # nothing was begun: leave no trace
-                    discard_job(self.folder)
-                    lock.release(remove=True)
-                    with contextlib.suppress(OSError):
-                        None if existed else self.folder.rmdir()
+                if self.journal.read() is None:
+                    leave_no_trace(lock, existed)
                 raise
             for note in filter(None, [*self.plan.notes, lock.note]):
                 self.progress.note(note)
             if not resume_assembly(self.folder, progress=self.progress):
                 log = RunLog(self.folder)
                 log.start(self.budget.threads)
-                parts = self.folder / WORK_FOLDER / PARTS
-                entries, resumed = quantize_tensors(self.plan, parts, self.budget, log, self.progress)
-                self._assemble(entries, log)
+                made, resumed = self.press(
+                    self.plan, self.parts, self.budget, log, self.progress, mixed_cpus=self.mixed_cpus
+                )
+                self.assemble(made, log)
             manifest, _ = parse_manifest((self.folder / MANIFEST).read_bytes(), str(self.folder / MANIFEST))
             lock.release(remove=True)
-        report = self._report(manifest["tensors"])
+        report = self.report(manifest["tensors"])
         return replace(report, seconds=time.monotonic() - started, resumed=resumed)
 
     @property
-    def _journal(self) -> Journal:
+    def journal(self) -> Journal:
+        """What the unfinished job in the folder is."""
         return Journal(self.folder)
 
-    def _begin(self, resume: bool, overwrite: bool) -> None:
+    @property
+    def parts(self) -> Path:
+        """The folder of finished tensors."""
+        return self.folder / WORK_FOLDER / PARTS
+
+    def begin(self, resume: bool, overwrite: bool, *, keep_locks: bool = False) -> None:
         """Join the unfinished job in the folder if it is this one, else begin; settles identity and plan."""
-        stored = self._journal.read() if resume else None
+        stored = self.journal.read() if resume else None
         if (self.folder / MANIFEST).is_file() and stored is None and not overwrite:
             raise _finished(self.folder)
         if stored is None:
-            discard_job(self.folder)
+            discard_job(self.folder, keep_locks=keep_locks)
         else:
             settings = {k: v for k, v in stored["identity"].items() if k != "source"}
-            self._journal.require_same(settings, self._settings())  # at once; hashing may take minutes
+            self.journal.require_same(settings, self._settings())  # at once; hashing may take minutes
         self.identity = {**self._settings(), "source": self._source()}
         if stored is not None:
-            self._journal.require_same(stored["identity"], self.identity)
-            rows = tuple(
-                replace(r, wide=r.name in stored["wide"], scheme=scheme_from_spec(stored["schemes"][r.name]))
-                for r in self.plan.rows
-            )
-            self.plan = replace(self.plan, rows=rows, notes=tuple(stored["notes"]), scanned=True)
+            self.journal.require_same(stored["identity"], self.identity)
+            self.plan = surveyed(self.plan, stored)
             return
         self.plan = survey(self.plan, self.budget, self.progress)
         largest = max(s.size for s in _shards(self.plan, self.max_shard_size))
         require_space(self.folder, self.plan.nbytes + largest)
-        self._journal.write(self.identity, self.plan)
+        self.journal.write(self.identity, self.plan)
 
     def _settings(self) -> dict[str, Any]:
         """What the final bytes depend on, apart from the source."""
@@ -299,11 +357,15 @@ class Job:
         """The source's name (and place on the Hub) and the hash of every file."""
         source = self.plan.source
         index = source.folder / INDEX
-        paths = [*(f.path for f in source.files), *_companions(source), *([index] if index.is_file() else [])]
-        hashes = hash_files(paths, self._journal.hashes, self.budget.threads, self.progress)
+        paths = [*(f.path for f in source.files), *companions(source), *([index] if index.is_file() else [])]
+        hashes = hash_files(paths, self.journal.hashes, self.budget.threads, self.progress)
         return {"name": self.title, **_hub_identity(source.folder), "files": hashes}
 
-    def _assemble(self, entries: dict[str, dict[str, Any]], log: RunLog) -> None:
+    def assemble(self, made: dict[str, Part], log: RunLog) -> None:
+        """Make the artifact from the parts of all tensors; the caller holds the folder's lock."""
+        if not self.mixed_cpus:
+            require_one_cpu(self.folder, made.values())
+        entries = {name: part.entry for name, part in made.items()}
         header = {
             "tool_version": trapetum.__version__,
             "source": self.identity["source"],
@@ -314,13 +376,14 @@ class Job:
             header["rotation"] = self.plan.rotation.to_json()
         manifest = build_manifest(header, entries)
         carried = read_front_matter(self.plan.source.folder)
-        files: dict[str, bytes | Path] = {p.name: p for p in _companions(self.plan.source)}
+        files: dict[str, bytes | Path] = {p.name: p for p in companions(self.plan.source)}
         files["config.json"] = artifact_config(self.plan.config, manifest)
-        files["README.md"] = model_card(self._report(entries), self.title, self.identity["source"], carried)
+        files["README.md"] = model_card(self.report(entries), self.title, self.identity["source"], carried)
         log.add(event="assemble")
         assemble(self.folder, manifest, files, max_shard_bytes=self.max_shard_size, progress=self.progress)
 
-    def _report(self, entries: dict[str, dict[str, Any]]) -> Report:
+    def report(self, entries: Mapping[str, dict[str, Any]]) -> Report:
+        """On the tensors with these manifest entries."""
         errors = {n: e["relative_error"] for n, e in entries.items() if e["relative_error"] is not None}
         files = {s.file: s.size for s in _shards(self.plan, self.max_shard_size)}
         return Report(
@@ -333,7 +396,26 @@ class Job:
         )
 
 
-def _companions(source: AnyCheckpoint) -> list[Path]:
+def leave_no_trace(lock: FolderLock, existed: bool) -> None:
+    """Nothing was begun: remove what the attempt made, under the lock that keeps everyone else out."""
+    discard_job(lock.folder)
+    lock.release(remove=True)
+    with contextlib.suppress(OSError):
+        None if existed else lock.folder.rmdir()
+
+
+def surveyed(plan: Plan, stored: Mapping[str, Any]) -> Plan:
+    """The plan with what an earlier survey settled, from :meth:`Journal.read`."""
+    rows = tuple(
+        replace(r, wide=r.name in stored["wide"], scheme=scheme_from_spec(stored["schemes"][r.name]))
+        for r in plan.rows
+    )
+    return replace(plan, rows=rows, notes=tuple(stored["notes"]), scanned=True)
+
+
+def companions(source: AnyCheckpoint) -> list[Path]:
     """Files that travel with the weights: config, tokenizer, licences."""
-    licences = [p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)]
+    licences = [
+        p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)
+    ]
     return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})

@@ -30,7 +30,7 @@ __all__ = ["Journal", "RunLog", "first_difference"]
 
 _STATE = "job.json"
 _HASHES = "source.json"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Journal:
         except (OSError, ValueError):
             return None
         whole = isinstance(data, dict) and data.get("version") == _VERSION
-        keys = {"identity": dict, "wide": list, "schemes": dict, "notes": list}
+        keys = {"identity": dict, "wide": list, "schemes": dict, "notes": list, "model": str}
         return data if whole and all(isinstance(data.get(k), t) for k, t in keys.items()) else None
 
     def write(self, identity: Mapping[str, Any], plan: Plan) -> None:
@@ -68,6 +68,7 @@ class Journal:
             "wide": [r.name for r in plan.rows if r.wide],
             "schemes": {r.name: r.scheme.spec() for r in plan.rows},
             "notes": list(plan.notes),
+            "model": str(plan.source.path.absolute()),  # where other processes of the job find it
         }
         write_atomic(self.folder / WORK_FOLDER / _STATE, json.dumps(data, indent=1).encode())
 
@@ -139,10 +140,19 @@ class RunLog:
     ----------
     folder : Path
         The output folder, locked.
+    label : str
+        Of a process that shares the folder: it writes ``LABEL.jsonl``, which :meth:`collect` adds to the one log.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / WORK_FOLDER / RUN_LOG
+    def __init__(self, folder: Path, label: str = "") -> None:
+        self._path = folder / WORK_FOLDER / (f"{label}.jsonl" if label else RUN_LOG)
+
+    def collect(self) -> None:
+        """Append the logs of all processes that shared the folder, and remove them."""
+        for other in sorted(self._path.parent.glob("part-*.jsonl")):
+            with disk_errors(self._path), open(self._path, "ab") as file:
+                file.write(other.read_bytes())
+            other.unlink()
 
     def start(self, threads: int) -> None:
         """Say which machine and which versions work from here on."""

@@ -61,6 +61,8 @@ class Report:
         Bound on the resident bytes of the process.
     resumed : int
         Tensors that an earlier, unfinished run had done.
+    share : str or None
+        ``I/N`` where this run made only that share of the tensors, and nothing is assembled yet.
     notes : tuple of str
     """
 
@@ -73,6 +75,7 @@ class Report:
     predicted_seconds: float = 0.0
     predicted_memory: int = 0
     resumed: int = 0
+    share: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -150,6 +153,7 @@ class Report:
             "predicted_seconds": round(self.predicted_seconds, 1),
             "predicted_memory": self.predicted_memory,
             "resumed": self.resumed,
+            "part": self.share,
             "tensors": [{**r.to_dict(), "relative_error": self.errors.get(r.name)} for r in self.rows],
             "notes": list(self.notes),
         }
@@ -157,9 +161,10 @@ class Report:
     def lines(self) -> list[str]:
         """A short summary, a line each."""
         files = len(self.weight_files)
+        of = "" if self.share is None else f"part {self.share} of "
         out = [
-            f"{'would write' if self.dry_run else 'wrote'} {self.out}: {self.nbytes:,} bytes of weights in "
-            f"{files} file{'s' if files > 1 else ''}",
+            f"{'would write' if self.dry_run else 'wrote'} {of}{self.out}: {self.nbytes:,} bytes of weights in "
+            f"{files} file{'' if files == 1 else 's'}",
             f"{self.parameters:,} parameters at {self.bpw:.3f} bits each "
             f"({self.quantized_bpw:.3f} where quantized)",
         ]
@@ -173,6 +178,8 @@ class Report:
         else:
             again = f", {self.resumed} tensors taken over from an earlier run" if self.resumed else ""
             out.append(f"{self.seconds:.1f} s{again}")
+        if self.share is not None:
+            out.append(f"when all parts are done: trapetum merge {self.out}")
         return out
 
 

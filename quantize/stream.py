@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,16 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.formats.parts import PartWriter, read_part
+from trapetum.errors import OutputError
+from trapetum.formats.parts import Part, PartWriter, read_part
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
+from trapetum.quantize.cpu import cpu_features, require_one_cpu
 from trapetum.quantize.identity import tensor_seed
 from trapetum.quantize.journal import RunLog
 from trapetum.quantize.plan import Plan, PlanRow
 from trapetum.quantize.ternary_intake import add_proofs, proof_text
 from trapetum.tensors import matrix_shape
 
-__all__ = ["quantize_tensors"]
+__all__ = ["finished_part", "quantize_tensors"]
 
 _Item = tuple[PlanRow, slice]
 
@@ -42,9 +44,23 @@ class _Block:
     proof: Mapping[str, int | float] | None = None
 
 
+def finished_part(plan: Plan, parts: Path, index: int) -> Part | None:
+    """The part of the plan's tensor number ``index`` if it is there, whole, and made as the plan says."""
+    row = plan.rows[index]
+    found = read_part(parts, index, row.name)
+    fits = found is not None and found.record.scheme == row.scheme.spec() and found.record.shape == row.shape
+    return found if fits else None
+
+
 def quantize_tensors(
-    plan: Plan, parts: Path, budget: MemoryBudget, log: RunLog, progress: Progress
-) -> tuple[dict[str, dict[str, Any]], int]:
+    plan: Plan,
+    parts: Path,
+    budget: MemoryBudget,
+    log: RunLog,
+    progress: Progress,
+    only: Collection[int] | None = None,
+    mixed_cpus: bool = False,
+) -> tuple[dict[str, Part], int]:
     """Make the parts that are not there yet.
 
     Parameters
@@ -56,24 +72,37 @@ def quantize_tensors(
     budget : MemoryBudget
     log : RunLog
     progress : Progress
+    only : collection of int, optional
+        Numbers of the tensors to make; all by default.
+    mixed_cpus : bool
+        Go on beside parts that were made on a CPU with other features.
 
     Returns
     -------
-    entries : dict of str to dict
-        The manifest entry of each tensor, in the order of the plan.
+    made : dict of str to Part
+        The part of each of these tensors, in the order of the plan.
     taken_over : int
-        How many parts were there.
+        How many were there.
+
+    Raises
+    ------
+    OutputError
+        If the parts cannot be written, or those that are there come from another kind of CPU.
     """
-    progress.begin("quantize", sum(r.source_nbytes for r in plan.rows))
-    entries: dict[str, dict[str, Any]] = {r.name: {} for r in plan.rows}
+    chosen = [(i, row) for i, row in enumerate(plan.rows) if only is None or i in only]
+    progress.begin("quantize", sum(row.source_nbytes for _, row in chosen))
+    made: dict[str, Part] = {}
     todo = []
-    for i, row in enumerate(plan.rows):
-        found = read_part(parts, i, row.name)
-        if found is not None and found.record.scheme == row.scheme.spec() and found.record.shape == row.shape:
-            entries[row.name] = found.entry
+    for i, row in chosen:
+        found = finished_part(plan, parts, i)
+        if found is not None:
+            made[row.name] = found
             progress.advance(row.source_nbytes)
         else:
             todo.append((i, row))
+    cpu = cpu_features()
+    if todo and not mixed_cpus:
+        require_one_cpu(parts.parent.parent, made.values(), cpu)
     items = ((row, cut) for _, row in todo for cut in _cuts(row, budget))
     pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
     try:
@@ -81,17 +110,23 @@ def quantize_tensors(
         results = ordered_map(pool, lambda item: _work(plan, item), items, 2 * budget.threads + 1)
         for i, row in todo:
             start = time.monotonic()
-            with PartWriter(parts, i, row.name, row.arrays) as part:
+            with PartWriter(parts, i, row.name, row.arrays, cpu) as part:
                 mine = itertools.islice(results, len(_cuts(row, budget)))
                 entry = part.finish(_write(plan, row, mine, part, progress))
-            entries[row.name] = entry
+            published = read_part(parts, i, row.name, check_data=False)
+            if published is None:
+                raise OutputError(
+                    f"{part.path}: vanished or changed right after it was written",
+                    hint="Let nothing else write into this folder.",
+                )
+            made[row.name] = published
             seconds = time.monotonic() - start
             log.add(event="tensor", name=row.name, seconds=round(seconds, 3))
             progress.advance(0, _line(row, entry, seconds))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     progress.end()
-    return entries, len(plan.rows) - len(todo)
+    return {row.name: made[row.name] for _, row in chosen}, len(chosen) - len(todo)
 
 
 def _cuts(row: PlanRow, budget: MemoryBudget) -> list[slice]:
