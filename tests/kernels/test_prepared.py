@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -12,8 +13,8 @@ from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.kernels.cpu.activations import GROUP, padded
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.kernels.cpu.prepare import prepare
-from trapetum.kernels.cpu.prepared import Activations, Additive, Expanded, Prepared
-from trapetum.tensors import BlockTensor, CodebookTensor, DenseTensor, TernaryTensor
+from trapetum.kernels.cpu.prepared import Activations, Expanded, Prepared
+from trapetum.tensors import AdditiveTensor, BlockTensor, CodebookTensor, DenseTensor, TernaryTensor
 
 TWO_BITS = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "PQ2_0", "PTQ1_0")
 INTEGER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -45,16 +46,12 @@ def blocks(name: str, rows: int, width: int) -> BlockTensor:
     return BlockTensor(name, kind.from_parts(parts).reshape(rows, -1))
 
 
-def additive(books: int, groups: int, rows: int) -> tuple[Additive, np.ndarray]:
+def additive(books: int, groups: int, rows: int) -> AdditiveTensor:
     rng = np.random.default_rng(books)
-    codes = rng.integers(0, 256, (books, groups, rows), dtype=np.uint8)
-    vectors = rng.standard_normal((books, 256, 8)).astype(np.float16)
-    scales = rng.standard_normal(rows).astype(np.float16)
-    total = np.zeros((rows, groups, 8), np.float32)
-    for m in range(books):
-        total += vectors[m].astype(np.float32)[codes[m]].transpose(1, 0, 2)
-    return Additive(codes, vectors, scales), (total * scales.astype(np.float32)[:, None, None]).reshape(
-        rows, -1
+    return AdditiveTensor(
+        rng.integers(0, 256, (books, groups, rows), dtype=np.uint8),
+        rng.standard_normal((books, 256, 8)).astype(np.float16),
+        rng.standard_normal(rows).astype(np.float16),
     )
 
 
@@ -144,10 +141,22 @@ def test_blocks(name: str) -> None:
             assert relative_error(product(matrix, x), weights, x) <= limit
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dense(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    tensor = DenseTensor(rng.standard_normal((9, 136)).astype(np.dtype(getattr(ml_dtypes, dtype, dtype))))
+    matrix, weights = found(tensor), tensor.dequantize()
+    check_decode(matrix, weights)
+    for tokens in (1, 3, 16):
+        x = normal(tokens, 136)
+        assert relative_error(product(matrix, x), weights, x) <= 1e-6
+
+
 @pytest.mark.parametrize("books", [1, 2, 3])
 @pytest.mark.parametrize("rows", [20, 800])  # directly, and by table
 def test_additive(books: int, rows: int) -> None:
-    matrix, weights = additive(books, 37, rows)
+    tensor = additive(books, 37, rows)
+    matrix, weights = found(tensor), tensor.dequantize()
     check_decode(matrix, weights)
     for tokens in (1, 2, 5, 16):
         x = normal(tokens, 37 * 8)
@@ -247,10 +256,9 @@ def test_activations_are_padded_with_zeros() -> None:
 # ---------------------------------------------------------------------------- threads
 def test_same_bits_at_any_thread_count_and_from_several_threads() -> None:
     x = normal(2, 512)
-    additive_matrix, _ = additive(2, 64, 800)
     for matrix in (
         found(codebook(300, 512, 16)), found(codebook(300, 512, 256)), found(ternary(300, 512, 128)),
-        found(ternary(300, 512, 128), precise=True), found(blocks("Q6_K", 300, 512)), additive_matrix,
+        found(ternary(300, 512, 128), precise=True), found(blocks("Q6_K", 300, 512)), found(additive(2, 64, 800)),
     ):  # fmt: skip
         expected = product(matrix, x)
         form = matrix.activations(Activations(x))

@@ -40,6 +40,10 @@ class Cache:
             grown[..., : self.length, :] = self._store[..., : self.length, :]
             self._store = grown
 
+    def store(self, layer: int) -> tuple[Floats, Floats]:
+        """Keys and values of a layer of the first sequence with all their room, float32 [heads, capacity, head_dim]."""
+        return self._store[layer, 0, 0], self._store[layer, 1, 0]
+
     def append(self, layer: int, k: Floats, v: Floats) -> tuple[Floats, Floats]:
         """Store one layer's new keys and values; ``length`` moves only when the caller has done all layers.
 

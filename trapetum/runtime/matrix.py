@@ -241,8 +241,12 @@ def build_matrix(
 
     if precision not in PRECISIONS:
         raise RecipeError(f"precision is {precision!r}; {', '.join(PRECISIONS)} are allowed")
+    fused = precision != "exact"
+    if isinstance(tensor, DenseTensor) and not fused:
+        return DenseMatrix(tensor, pool, expand=expand)
+    prepared = prepare(tensor, precise=precision == "precise", expand=expand_codes and fused)
+    if prepared is not None:
+        return PreparedMatrix(prepared, pool, fused=fused)
     if isinstance(tensor, DenseTensor):
         return DenseMatrix(tensor, pool, expand=expand)
-    fused = precision != "exact"
-    prepared = prepare(tensor, precise=precision == "precise", expand=expand_codes and fused)
-    return Matrix(tensor, pool) if prepared is None else PreparedMatrix(prepared, pool, fused=fused)
+    return Matrix(tensor, pool)

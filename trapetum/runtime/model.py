@@ -136,9 +136,9 @@ class Model:
         self.head = (
             self._linear(head) if head in self._names else Linear(self.embed, None, self._embed_rotation)
         )
-        self._layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
-        self._final_norm = self._norm("final_norm", None)
-        self._inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
+        self.layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
+        self.final_norm = self._norm("final_norm", None)
+        self.inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
         self.vocab_size = self.head.matrix.rows
 
     def __enter__(self) -> Self:
@@ -173,7 +173,7 @@ class Model:
         bias = self._vector(Role("bias", role.layer, part=role.part))
         return Linear(self._matrix(role), bias, rotation_of(self.source, self._names[role]))
 
-    def _embedding(self, ids: NDArray[np.intp]) -> Floats:
+    def embedding(self, ids: NDArray[np.intp]) -> Floats:
         """Rows of the embedding, float32 [len(ids), hidden_size]; the rows of a rotated one are turned back."""
         found = self.embed.look_up(ids)
         return found if self._embed_rotation is None else self._embed_rotation.unfold(found)
@@ -311,16 +311,16 @@ class Model:
         out = np.empty((batch, 1 if last else positions, self.config.hidden_size), np.float32)
         for start in range(0, positions, step):
             block = ids[:, start : start + step]
-            h = self._embedding(block.reshape(-1)).reshape(batch, block.shape[1], -1)
-            rotary = rotary_tables(self._inv_freq, cache.length, cache.length + block.shape[1])
-            for number, layer in enumerate(self._layers):
+            h = self.embedding(block.reshape(-1)).reshape(batch, block.shape[1], -1)
+            rotary = rotary_tables(self.inv_freq, cache.length, cache.length + block.shape[1])
+            for number, layer in enumerate(self.layers):
                 layer(h, number, rotary, cache, self.pool)
             cache.length += block.shape[1]
             if last:
                 out[:] = h[:, -1:]
             else:
                 out[:, start : start + block.shape[1]] = h
-        return self._final_norm(out, self.pool)
+        return self.final_norm(out, self.pool)
 
     def each_logits(self, hidden: Floats, use: Callable[[slice, Floats], object]) -> None:
         """Logits of many positions, a bounded block at a time.
@@ -376,6 +376,7 @@ class Model:
         RecipeError
             See :meth:`logits`; also if the prompt and ``n`` new tokens exceed the context.
         """
+        from trapetum.runtime.step import build_step
         from trapetum.runtime.tokenizer import TextStream
 
         sampling = Sampling(temperature, top_k or 0, top_p)
@@ -391,9 +392,13 @@ class Model:
         new: list[int] = []
         with self.pool.session():
             pending = prompt
+            step = build_step(self, cache) if self.precision != "exact" else None
             while len(new) < n:
-                hidden = self.hidden(pending[None], cache, last=True)[0]
-                token = sampling.choose(self.head(hidden)[0, : self.real_vocab_size], rng)
+                if step is not None and new:
+                    logits = step(new[-1])
+                else:
+                    logits = self.head(self.hidden(pending[None], cache, last=True)[0])[0]
+                token = sampling.choose(logits[: self.real_vocab_size], rng)
                 if token in ends:
                     break
                 new.append(token)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
 __all__ = [
@@ -21,11 +22,17 @@ __all__ = [
     "SPLIT_LIMIT",
     "WORD_LIMIT",
     "block_sums",
+    "block_sums_step",
     "padded",
     "quad_sums",
+    "quad_sums_step",
     "quantize",
+    "quantize_bytes_step",
+    "quantize_words_step",
     "split",
 ]
+
+SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 
 GROUP = 128
 # 16 products of a lane, 8191 (14-bit codebook) x 16383, are 2,147,090,448 < 2**31: one int32 holds a group.
@@ -81,10 +88,12 @@ def quantize(x: NDArray[np.float32], limit: int, q: NDArray[Any], scales: NDArra
                 part = line[start:stop]
                 for i in range(part.shape[0]):
                     out[i] = np.int32(np.rint(part[i] * inverse))
-                out[part.shape[0] :] = 0
+                for i in range(part.shape[0], GROUP):
+                    out[i] = 0
             else:
                 scales[m, g] = np.float32(0) if top <= _TINY else np.float32(np.nan)
-                out[:] = 0
+                for i in range(GROUP):
+                    out[i] = 0
 
 
 @jit()
@@ -149,3 +158,33 @@ def split(q: NDArray[np.int16], high: NDArray[np.int8], low: NDArray[np.int8]) -
             h = (np.int32(q[m, i]) + 64) >> 7
             high[m, i] = h
             low[m, i] = np.int32(q[m, i]) - (h << 7)
+
+
+# ---------------------------------------------------------------------------- for kernels.cpu.program, one token
+def quantize_words_step(a: Any, begin: int, end: int) -> None:
+    """x, in_features, limit, q, scales."""
+    groups = (a[1] + GROUP - 1) // GROUP
+    x, q = array(a[0], np.float32, (1, a[1])), array(a[3], np.int16, (1, groups * GROUP))
+    quantize(x, a[2], q, array(a[4], np.float32, (1, groups)))
+
+
+def quantize_bytes_step(a: Any, begin: int, end: int) -> None:
+    """x, in_features, limit, q, scales."""
+    groups = (a[1] + GROUP - 1) // GROUP
+    x, q = array(a[0], np.float32, (1, a[1])), array(a[3], np.int8, (1, groups * GROUP))
+    quantize(x, a[2], q, array(a[4], np.float32, (1, groups)))
+
+
+def block_sums_step(a: Any, begin: int, end: int) -> None:
+    """q, padded, scales, size, out, columns of out."""
+    q, scales = (
+        array(a[0], np.int16, (1, a[1])),
+        array(a[2], np.float32, (1, a[1] // GROUP)),
+    )
+    block_sums(q, scales, a[3], array(a[4], np.float32, (1, a[5])))
+
+
+def quad_sums_step(a: Any, begin: int, end: int) -> None:
+    """q, padded, size, out."""
+    q = array(a[0], np.int8, (1, a[1]))
+    quad_sums(q, a[2], array(a[3], np.int32, (1, a[1] // a[2] * 8)))

@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
 __all__ = [
@@ -49,10 +50,11 @@ __all__ = [
     "decode_rows",
     "group_bytes",
     "multiply_rows",
+    "multiply_step",
     "pack_top_bits",
 ]
 
-SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 
 TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
 
@@ -304,6 +306,23 @@ def decode_rows(
                 b = first + k * step
                 _store(pair[0], _scale(scales, b), _scale(offsets, b), line, k * 32)
                 _store(pair[1], _scale(scales, b + half), _scale(offsets, b + half), line, k * 32 + 16)
-            start = g * GROUP
-            stop = min(start + GROUP, count)
-            out[r, start:stop] = line[: stop - start]
+            for i in range(g * GROUP, min((g + 1) * GROUP, count)):
+                out[r, i] = line[i - g * GROUP]
+
+
+def multiply_step(a: Any, begin: int, end: int) -> None:
+    """For ``kernels.cpu.program``.
+
+    kind, table, codes, d, steps, dmin, mins, rows, padded, columns of d, steps, dmin and mins, x, x_scales, x_sums,
+    columns of x_sums, out.
+    """
+    kind, rows, width = a[0], a[7], a[8]
+    multiply_rows(
+        kind, array(a[1], np.uint8, (32,)),
+        array(a[2], np.uint8, (rows, width // GROUP * group_bytes(kind))),
+        array(a[3], np.uint16, (rows, a[9])), array(a[4], np.int8, (rows, a[10])),
+        array(a[5], np.uint16, (rows, a[11])), array(a[6], np.int8, (rows, a[12])),
+        array(a[13], np.int16, (1, width)), array(a[14], np.float32, (1, width // GROUP)),
+        array(a[15], np.float32, (1, a[16])), array(a[17], np.float32, (1, rows)),
+        begin, end,
+    )  # fmt: skip

@@ -26,11 +26,20 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
-__all__ = ["decode_rows", "decode_wide", "half_tables", "multiply_rows", "pack_codes", "quantize_tables"]
+__all__ = [
+    "decode_rows",
+    "decode_wide",
+    "half_tables",
+    "multiply_rows",
+    "multiply_step",
+    "pack_codes",
+    "quantize_tables",
+]
 
-SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 TABLE_LIMIT = 8191
 
 
@@ -202,8 +211,8 @@ def decode_rows(
                 simd.store_floats(target, i + 40, simd.high_halves(w2))
                 simd.store_floats(target, i + 48, simd.low_halves(w3))
                 simd.store_floats(target, i + 56, simd.high_halves(w3))
-        if whole < groups:
-            out[r, whole * GROUP :] = rest[: count - whole * GROUP]
+        for i in range(whole * GROUP, count):  # not a slice: numba compiles 4 s of error messages for that
+            out[r, i] = rest[i - whole * GROUP]
 
 
 @jit()
@@ -218,3 +227,14 @@ def decode_wide(
             t = i & 31
             lane = (t & 7) | ((t & 8) << 1) | ((t & 16) >> 1)
             out[r, i] = entries[line[(i >> 6) * 32 + lane] >> np.uint8((i & 32) >> 3) & np.uint8(15)]
+
+
+def multiply_step(a: Any, begin: int, end: int) -> None:
+    """For ``kernels.cpu.program``: codes, planes, scales, rows, padded, x, x_scales, out."""
+    rows, width = a[3], a[4]
+    multiply_rows(
+        array(a[0], np.uint8, (rows, width // 2)), array(a[1], np.uint8, (rows, 32)),
+        array(a[2], np.float32, (rows,)), array(a[5], np.int16, (1, width)),
+        array(a[6], np.float32, (1, width // GROUP)), array(a[7], np.float32, (1, rows)),
+        begin, end,
+    )  # fmt: skip

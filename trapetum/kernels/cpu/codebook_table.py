@@ -14,11 +14,18 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
-__all__ = ["expand_rows", "multiply_expanded", "multiply_rows"]
+__all__ = [
+    "expand_rows",
+    "multiply_expanded",
+    "multiply_expanded_step",
+    "multiply_rows",
+    "multiply_step",
+]
 
-SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -170,3 +177,23 @@ def _sum(x: NDArray[np.int16], at: int, w: Any) -> Any:
     total = simd.add_ints(total, simd.multiply_add_words(simd.load_words(x, at + 80), w[5]))
     total = simd.add_ints(total, simd.multiply_add_words(simd.load_words(x, at + 96), w[6]))
     return simd.add_ints(total, simd.multiply_add_words(simd.load_words(x, at + 112), w[7]))
+
+
+def multiply_step(a: Any, begin: int, end: int) -> None:
+    """For ``kernels.cpu.program``: codes, table, rows, in_features, K, x, out."""
+    rows, count = a[2], a[3]
+    multiply_rows(
+        array(a[0], np.uint8, (rows, count)), array(a[1], np.float32, (rows, a[4])),
+        array(a[5], np.float32, (1, count)), array(a[6], np.float32, (1, rows)),
+        begin, end,
+    )  # fmt: skip
+
+
+def multiply_expanded_step(a: Any, begin: int, end: int) -> None:
+    """For ``kernels.cpu.program``: words, scales, rows, padded, x, x_scales, out."""
+    rows, width = a[2], a[3]
+    multiply_expanded(
+        array(a[0], np.int16, (rows, width)), array(a[1], np.float32, (rows,)),
+        array(a[4], np.int16, (1, width)), array(a[5], np.float32, (1, width // GROUP)),
+        array(a[6], np.float32, (1, rows)), begin, end,
+    )  # fmt: skip

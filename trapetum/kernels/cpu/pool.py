@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 from trapetum.errors import RecipeError
@@ -45,6 +46,7 @@ class Pool:
         if threads is not None and threads < 1:
             raise RecipeError(f"threads is {threads}; at least 1 is needed")
         self.threads = available_cpus() if threads is None else threads
+        self._all_threads = Lock()
 
     @cached_property
     def _executor(self) -> ThreadPoolExecutor:
@@ -92,6 +94,20 @@ class Pool:
             wait(started)
         for helper in started:
             helper.result()
+
+    def together(self, part: Callable[[int], object]) -> None:
+        """Call ``part(0) .. part(threads - 1)`` at the same time: they may wait for each other."""
+        if self.threads == 1:
+            part(0)
+            return
+        with self._all_threads:  # two of these at once could each hold threads that the other waits for
+            others = [self._executor.submit(part, thread) for thread in range(1, self.threads)]
+            try:
+                part(0)
+            finally:
+                wait(others)
+            for other in others:
+                other.result()
 
     def blocks(self, piece: Callable[[slice], object], total: int, size: int) -> None:
         """Call ``piece`` for consecutive slices of ``range(total)``, each of ``size`` (the last one shorter)."""

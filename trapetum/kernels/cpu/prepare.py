@@ -16,12 +16,29 @@ from trapetum.blocktypes import Parts
 from trapetum.blocktypes.simple import IQ4_VALUES
 from trapetum.kernels.cpu import blocks, codebook16
 from trapetum.kernels.cpu.activations import GROUP, padded
-from trapetum.kernels.cpu.prepared import Blocks, Codebook16, Expanded, Prepared, Table, Ternary
-from trapetum.tensors import BlockTensor, CodebookTensor, QuantizedTensor, TernaryTensor
+from trapetum.kernels.cpu.prepared import (
+    Additive,
+    Blocks,
+    Codebook16,
+    Dense,
+    Expanded,
+    Prepared,
+    Table,
+    Ternary,
+)
+from trapetum.tensors import (
+    AdditiveTensor,
+    BlockTensor,
+    CodebookTensor,
+    DenseTensor,
+    QuantizedTensor,
+    TernaryTensor,
+)
 
 __all__ = ["prepare"]
 
 _CHUNK_WEIGHTS = 1 << 20
+_PLAIN = ("float32", "float16", "bfloat16")
 
 
 def prepare(tensor: QuantizedTensor, *, precise: bool = False, expand: bool = False) -> Prepared | None:
@@ -40,13 +57,18 @@ def prepare(tensor: QuantizedTensor, *, precise: bool = False, expand: bool = Fa
     Prepared or None
         None where no kernel takes this layout, block type or group size.
     """
-    if isinstance(tensor, CodebookTensor):
+    if isinstance(tensor, DenseTensor):
+        if tensor.values.dtype.name in _PLAIN and tensor.in_features % 8 == 0:
+            return Dense(tensor.values.reshape(tensor.rows, tensor.in_features))
+    elif isinstance(tensor, CodebookTensor):
         if tensor.codebook_size <= 16:
             return Codebook16(tensor.codes, tensor.codebook)
         return (Expanded if expand else Table)(tensor.codes, tensor.codebook)
-    if isinstance(tensor, TernaryTensor):
+    elif isinstance(tensor, TernaryTensor):
         if _fits(tensor.group_size):
             return Ternary(tensor.codes, tensor.scales, precise=precise)
+    elif isinstance(tensor, AdditiveTensor):
+        return Additive(tensor.codes, tensor.codebooks, tensor.scales)
     elif isinstance(tensor, BlockTensor):
         if tensor.type in _TWO_BITS:
             return _two_bits(tensor, precise)

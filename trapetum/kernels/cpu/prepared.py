@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, ternary
+from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, dense, ternary
 from trapetum.kernels.cpu.activations import (
     BYTE_LIMIT,
     GROUP,
@@ -27,7 +27,17 @@ from trapetum.kernels.cpu.activations import (
     split,
 )
 
-__all__ = ["Activations", "Additive", "Blocks", "Codebook16", "Expanded", "Prepared", "Table", "Ternary"]
+__all__ = [
+    "Activations",
+    "Additive",
+    "Blocks",
+    "Codebook16",
+    "Dense",
+    "Expanded",
+    "Prepared",
+    "Table",
+    "Ternary",
+]
 
 Floats = NDArray[np.float32]
 Form = tuple[Any, ...]
@@ -286,6 +296,34 @@ class Blocks(Prepared):
         blocks.decode_rows(
             self.kind, self.table, self.codes, self.d, self.steps, self.dmin, self.mins, out, begin
         )
+
+
+class Dense(Prepared):
+    """See ``kernels.cpu.dense``; error 1e-6.
+
+    Parameters
+    ----------
+    values : ndarray of float32, float16 or bfloat16, shape (rows, in_features)
+        ``in_features`` a multiple of 8.
+    """
+
+    def __init__(self, values: NDArray[Any]) -> None:
+        self.rows, self.in_features = values.shape
+        self.dtype = values.dtype
+        held = {"float16": np.uint16, "bfloat16": np.int16}.get(values.dtype.name, np.float32)
+        self.values: NDArray[Any] = np.require(values.view(held), requirements=["C", "W"])
+
+    def activations(self, x: Activations) -> Form:
+        """float32."""
+        return (x.x,)
+
+    def multiply(self, form: Form, out: Floats, begin: int, end: int) -> None:
+        """See :class:`Prepared`."""
+        dense.multiply_rows(self.values, form[0], out, begin, end)
+
+    def decode(self, out: Floats, begin: int) -> None:
+        """See :class:`Prepared`."""
+        out[...] = self.values[begin : begin + out.shape[0]].view(self.dtype)
 
 
 class Additive(Prepared):

@@ -44,7 +44,9 @@ __all__ = [
     "add_ints",
     "add_words",
     "and_bytes",
+    "divide_floats",
     "dot_bytes",
+    "exp2_floats",
     "fingerprint",
     "fma",
     "high_halves",
@@ -62,10 +64,12 @@ __all__ = [
     "look_up_floats",
     "low_halves",
     "low_ints",
+    "max_floats",
     "multiply_add_words",
     "multiply_floats",
     "or_bytes",
     "prefetch",
+    "round_floats",
     "scalar",
     "shift_left_bytes",
     "shift_left_ints",
@@ -108,11 +112,14 @@ FLOATS = Vector("floats", _F32, 8)
 
 
 def fingerprint() -> str:
-    """Hash of this file, for the constant in the modules that are compiled from it."""
+    """Hash of this file and ``memory``, for the constant in the modules that are compiled from them."""
     import hashlib
     from pathlib import Path
 
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for name in ("simd.py", "memory.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------- emitting
@@ -219,10 +226,13 @@ load_ints = _loader(INTS, "load_ints", "8 int32")
 
 @_operation(FLOATS, None, types.intp)
 def load_floats(e: _Emit, array: Any, index: Any) -> Any:
-    """8 numbers as float32: of a float32 array, or of a uint16 array that holds float16 bits."""
+    """8 numbers as float32: float32, float16 bits in a uint16 array, or bfloat16 bits in an int16 array."""
     pointer = e.address(array, index)
     if e.signature.args[0].dtype == types.uint16:
         return e.halves(e.load(pointer, ir.VectorType(_I16, 8)))
+    if e.signature.args[0].dtype == types.int16:
+        wide = e.builder.zext(e.load(pointer, ir.VectorType(_I16, 8)), INTS.llvm)
+        return e.builder.bitcast(e.builder.shl(wide, ir.Constant(INTS.llvm, [16] * 8)), FLOATS.llvm)
     return e.load(pointer, FLOATS.llvm)
 
 
@@ -323,6 +333,7 @@ shift_right_bytes = _lanewise(BYTES, "lshr", "shift_right_bytes")
 add_words = _lanewise(WORDS, "add", "add_words")
 add_ints = _lanewise(INTS, "add", "add_ints")
 add_floats = _lanewise(FLOATS, "fadd", "add_floats")
+divide_floats = _lanewise(FLOATS, "fdiv", "divide_floats")
 subtract_floats = _lanewise(FLOATS, "fsub", "subtract_floats")
 multiply_floats = _lanewise(FLOATS, "fmul", "multiply_floats")
 
@@ -345,6 +356,26 @@ def fma(e: _Emit, a: Any, b: Any, c: Any) -> Any:
 def to_floats(e: _Emit, a: Any) -> Any:
     """int32 to float32, rounded to nearest."""
     return e.builder.sitofp(a, FLOATS.llvm)
+
+
+@_operation(FLOATS, FLOATS, FLOATS)
+def max_floats(e: _Emit, a: Any, b: Any) -> Any:
+    """The larger of two numbers; ``b`` where ``a`` is NaN."""
+    return e.builder.select(e.builder.fcmp_ordered(">", a, b), a, b)
+
+
+@_operation(FLOATS, FLOATS)
+def round_floats(e: _Emit, a: Any) -> Any:
+    """To the nearest whole number, of magnitudes below 2**22: adding 1.5 * 2**23 leaves no bits for a fraction."""
+    magic = ir.Constant(FLOATS.llvm, [1.5 * 2.0**23] * 8)
+    return e.builder.fsub(e.builder.fadd(a, magic), magic)
+
+
+@_operation(FLOATS, FLOATS)
+def exp2_floats(e: _Emit, a: Any) -> Any:
+    """``2**a`` of whole numbers from -126 to 127: the exponent's bits."""
+    whole = e.builder.add(e.builder.fptosi(a, INTS.llvm), ir.Constant(INTS.llvm, [127] * 8))
+    return e.builder.bitcast(e.builder.shl(whole, ir.Constant(INTS.llvm, [23] * 8)), FLOATS.llvm)
 
 
 @_operation(types.float32, FLOATS)

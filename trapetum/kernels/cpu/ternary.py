@@ -24,11 +24,17 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
-__all__ = ["decode_rows", "multiply_rows", "pack_codes"]
+__all__ = [
+    "decode_rows",
+    "multiply_rows",
+    "multiply_step",
+    "pack_codes",
+]
 
-SIMD = "fcc2de2843444d5b"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -198,3 +204,15 @@ def decode_rows(
             simd.store_floats(out, at + 8, simd.load_floats(buffer, 16))
             simd.store_floats(out, at + 16, simd.load_floats(buffer, 8))
             simd.store_floats(out, at + 24, simd.load_floats(buffer, 24))
+
+
+def multiply_step(a: Any, begin: int, end: int) -> None:
+    """For ``kernels.cpu.program``: codes, float16 scales, rows, padded, scales a row, size, x, x_scales, quads, out."""
+    rows, width, size = a[2], a[3], a[5]
+    block = GROUP if size >= GROUP else 32
+    multiply_rows(
+        array(a[0], np.uint8, (rows, width // 4)), array(a[1], np.uint16, (rows, a[4])), size,
+        array(a[6], np.int8, (1, width)), array(a[7], np.float32, (1, width // GROUP)),
+        array(a[8], np.int32, (1, width // block * 8)), array(a[9], np.float32, (1, rows)),
+        begin, end,
+    )  # fmt: skip

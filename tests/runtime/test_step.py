@@ -1,0 +1,141 @@
+"""A step gives the logits of the general forward pass, for every layout and shape of model, at any thread count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from trapetum.kernels.cpu import layer
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.runtime.model import Model
+from trapetum.runtime.step import Step, build_step
+from trapetum.tensors import BlockTensor, CodebookTensor, DenseTensor, QuantizedTensor, TernaryTensor
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
+def _codebook(rng: np.random.Generator, shape: tuple[int, int], entries: int) -> CodebookTensor:
+    table = (0.3 * rng.standard_normal((shape[0], entries))).astype(np.float16)
+    return CodebookTensor(rng.integers(0, entries, shape, dtype=np.uint8), table)
+
+
+def _ternary(rng: np.random.Generator, shape: tuple[int, int], group: int) -> TernaryTensor:
+    scales = (0.3 * rng.standard_normal((shape[0], shape[1] // group))).astype(np.float16)
+    return TernaryTensor(rng.integers(0, 3, shape, dtype=np.uint8), scales)
+
+
+def _q8(rng: np.random.Generator, shape: tuple[int, int]) -> BlockTensor:
+    raw = rng.integers(0, 256, (shape[0], shape[1] // 32, 34), dtype=np.uint8)
+    raw[:, :, 1] = 0x18  # about 0.002
+    return BlockTensor("Q8_0", raw.reshape(shape[0], -1))
+
+
+def _q4_1(rng: np.random.Generator, shape: tuple[int, int]) -> BlockTensor:
+    raw = rng.integers(0, 256, (shape[0], shape[1] // 32, 20), dtype=np.uint8)
+    raw[:, :, 1], raw[:, :, 3] = 0x28, 0xAC  # d about 0.03, m about -0.06
+    return BlockTensor("Q4_1", raw.reshape(shape[0], -1))
+
+
+LAYOUTS: dict[str, Any] = {
+    "codebook 16": lambda rng, shape: _codebook(rng, shape, 16),
+    "codebook 256": lambda rng, shape: _codebook(rng, shape, 256),
+    "ternary 128": lambda rng, shape: _ternary(rng, shape, 128),
+    "ternary 64": lambda rng, shape: _ternary(rng, shape, 64),
+    "Q8_0": _q8,
+    "Q4_1": _q4_1,
+    "bfloat16": lambda rng, shape: DenseTensor((0.3 * rng.standard_normal(shape)).astype(ml_dtypes.bfloat16)),
+    "float16": lambda rng, shape: DenseTensor((0.3 * rng.standard_normal(shape)).astype(np.float16)),
+    "float32": lambda rng, shape: DenseTensor((0.3 * rng.standard_normal(shape)).astype(np.float32)),
+}
+
+
+def _source(memory_source: Any, layout: str, **changes: Any) -> Any:
+    source = memory_source(**{**WIDE, **changes})
+    rng = np.random.default_rng(5)
+    made: dict[str, QuantizedTensor] = {}
+    for name, tensor in source.tensors.items():
+        made[name] = LAYOUTS[layout](rng, tensor.shape) if len(tensor.shape) == 2 else tensor
+        if "Qwen2ForCausalLM" in source.config["architectures"] and name.endswith(
+            ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        ):
+            bias = rng.standard_normal(tensor.shape[0]).astype(np.float32)
+            made[name.replace("weight", "bias")] = DenseTensor(bias)
+    source.tensors = made
+    return source
+
+
+def _both(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Logits after every token of IDS but the first five: token by token the general way, and by a step."""
+    general, stepped = [], []
+    with model.pool.session():
+        for results, compiled in ((general, False), (stepped, True)):
+            cache = model.new_cache(1, len(IDS))
+            model.hidden(np.array([IDS[:5]]), cache)
+            step = build_step(model, cache)
+            assert isinstance(step, Step)
+            for token in IDS[5:]:
+                if compiled:
+                    results.append(step(token).copy())
+                else:
+                    results.append(model.head(model.hidden(np.array([[token]]), cache)[0])[0])
+            assert cache.length == len(IDS)
+    return np.array(general), np.array(stepped)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_of_every_layout(memory_source: Any, layout: str) -> None:
+    general, stepped = _both(Model(_source(memory_source, layout), Pool(1), "fast"))
+    # int8 activations round differently where float32 differs in the last bit
+    limit = 5e-3 if "ternary" in layout else 2e-4
+    assert np.linalg.norm(stepped - general) <= limit * np.linalg.norm(general)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Qwen2ForCausalLM"]},
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 64},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 4},
+        {"tie_word_embeddings": True, "num_key_value_heads": 4, "num_hidden_layers": 1},
+    ],
+)
+def test_logits_of_every_kind_of_model(memory_source: Any, changes: dict[str, Any]) -> None:
+    model = Model(_source(memory_source, "float32", **changes), Pool(2), "fast")
+    general, stepped = _both(model)
+    assert np.linalg.norm(stepped - general) <= 1e-5 * np.linalg.norm(general)
+
+
+def test_same_bits_at_any_thread_count(memory_source: Any) -> None:
+    # wide enough that products and attention are spread
+    wide = {"intermediate_size": 4096, "vocab_size": 4096}
+    results = []
+    for threads in (1, 2, 3):
+        source = _source(memory_source, "codebook 16", **wide)
+        model = Model(source, Pool(threads), "fast")
+        results.append(model.generate(IDS, 20, stop_ids=()))
+        results.append(_both(model)[1].tolist())
+    assert results[0] == results[2] == results[4]
+    assert results[1] == results[3] == results[5]
+
+
+def test_a_step_is_not_built_where_it_would_be_wrong(memory_source: Any) -> None:
+    exact = Model(_source(memory_source, "codebook 16"), Pool(1))
+    assert build_step(exact, exact.new_cache(1, 4)) is None
+    precise = Model(_source(memory_source, "ternary 128"), Pool(1), "precise")
+    assert build_step(precise, precise.new_cache(1, 4)) is None
+    odd = Model(_source(memory_source, "float32", head_dim=24), Pool(1), "fast")
+    assert build_step(odd, odd.new_cache(1, 4)) is None
+
+
+def test_exponentials() -> None:
+    x = np.concatenate([np.linspace(-87, 0, 8000), np.linspace(-1e-3, 1e-3, 96), np.linspace(0, 88, 800)])
+    y = x.astype(np.float32)
+    layer.exponentials(y)
+    np.testing.assert_allclose(y, np.exp(x.astype(np.float32).astype(np.float64)), rtol=3e-7)
+    low = np.full(8, -1e30, np.float32)
+    layer.exponentials(low)
+    assert (low < 1e-37).all()

@@ -1,0 +1,113 @@
+"""What a compiled program of kernels needs beside arithmetic: arrays at addresses, calls by address, a barrier.
+
+Like ``simd``, these are operations inside compiled code only, and ``simd.fingerprint`` covers this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import carray  # type: ignore[attr-defined]
+from numba.core import types
+from numba.extending import intrinsic, register_jitable
+
+__all__ = ["array", "call", "fetch_add", "load_atomic", "pause", "pointer", "yield_cpu"]
+
+_I64 = ir.IntType(64)
+
+
+def _operation(define: Callable[..., Any]) -> Callable[..., Any]:
+    """``numba.extending.intrinsic``, with a type that says nothing of the definition's arguments."""
+    made: Callable[..., Any] = intrinsic(define)
+    return made
+
+
+@_operation
+def pointer(context: Any, address: Any, kind: Any) -> Any:
+    """An address as a pointer to ``kind`` (a NumPy scalar type), for ``numba.carray``."""
+    signature = types.CPointer(kind.dtype)(types.intp, kind)  # type: ignore[no-untyped-call]
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], target.get_value_type(sig.return_type))
+
+    return signature, lower
+
+
+@register_jitable
+def array(address: int, kind: Any, shape: Any) -> Any:
+    """The C-contiguous array of a NumPy scalar type at an address."""
+    return carray(pointer(address, kind), shape)
+
+
+@_operation
+def call(context: Any, function: Any, arguments: Any, begin: Any, end: Any) -> Any:
+    """Call ``void f(int64 *arguments, int64 begin, int64 end)`` by its address."""
+    signature = types.void(types.intp, types.intp, types.intp, types.intp)
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), _I64, _I64])
+        function = builder.inttoptr(values[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(values[1], _I64.as_pointer()), values[2], values[3]])
+        return target.get_dummy_value()
+
+    return signature, lower
+
+
+def _cell(target: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    data = target.make_array(kind)(target, builder, array).data
+    return builder.gep(data, [index])
+
+
+@_operation
+def fetch_add(context: Any, array: Any, index: Any, amount: Any) -> Any:
+    """Add to ``array[index]`` (int64) atomically; the value before."""
+    signature = types.int64(array, types.intp, types.int64)
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        cell = _cell(target, builder, sig.args[0], values[0], values[1])
+        return builder.atomic_rmw("add", cell, values[2], "seq_cst")
+
+    return signature, lower
+
+
+@_operation
+def load_atomic(context: Any, array: Any, index: Any) -> Any:
+    """``array[index]`` (int64) as other threads left it."""
+    signature = types.int64(array, types.intp)
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        cell = _cell(target, builder, sig.args[0], values[0], values[1])
+        return builder.load_atomic(cell, "seq_cst", 8)
+
+    return signature, lower
+
+
+@_operation
+def pause(context: Any) -> Any:
+    """Tell the core that this is a waiting loop."""
+    signature = types.void()
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        if target.codegen().magic_tuple()[0].startswith(("x86", "i686")):
+            name = "llvm.x86.sse2.pause"
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
+        return target.get_dummy_value()
+
+    return signature, lower
+
+
+@_operation
+def yield_cpu(context: Any) -> Any:
+    """POSIX ``sched_yield``: let another thread have this core."""
+    signature = types.void()
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        name = "sched_yield"
+        builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
+        return target.get_dummy_value()
+
+    return signature, lower
