@@ -98,7 +98,7 @@ def _root(
 
 def main() -> None:
     """Run the command line on ``sys.argv`` and exit the process with a code of :mod:`trapetum.cli.output`."""
-    output.utf8_streams()
+    output.standard_streams()
     with output.sigterm_raises():
         try:
             app(prog_name="trapetum")

@@ -42,9 +42,9 @@ __all__ = [
     "note",
     "report_error",
     "sigterm_raises",
+    "standard_streams",
     "stream",
     "table",
-    "utf8_streams",
 ]
 
 VERIFY_FAILED = 3
@@ -83,8 +83,22 @@ def _debugging() -> bool:
     return _Debug.on or os.environ.get("TRAPETUM_DEBUG", "") not in ("", "0")
 
 
-def utf8_streams() -> None:
-    """Make stdout and stderr UTF-8, whatever the locale; bytes of non-UTF-8 paths pass through."""
+def standard_streams() -> None:
+    """Make stdout and stderr UTF-8, whatever the locale; bytes of non-UTF-8 paths pass through.
+
+    A stream that the caller closed (``>&-``) is pointed at nowhere: else the next file that is opened, such as a
+    weight file, would get its number, and what is printed.
+    """
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            free = os.open(os.devnull, os.O_RDWR)
+            if free != fd:
+                os.dup2(free, fd)
+                os.close(free)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "r" if fd == 0 else "w", encoding="utf-8", closefd=False))
     for out in (sys.stdout, sys.stderr):
         reconfigure = getattr(out, "reconfigure", None)
         if reconfigure is not None:

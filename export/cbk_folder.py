@@ -13,6 +13,7 @@ from trapetum.formats.atomic import disk_errors, write_atomic
 from trapetum.formats.cbk_manifest import manifest_bytes
 from trapetum.formats.cbk_writer import CbkWriter
 from trapetum.formats.checksums import file_sha256
+from trapetum.formats.names import text_name
 from trapetum.formats.source import TensorSource
 from trapetum.formats.strict_json import parse_json
 from trapetum.models.architectures import text_config
@@ -76,12 +77,12 @@ def write_manifest(
     manifest = {
         "format": "cbk",
         "magic": writer.header.layout.magic,
-        "file": file,
+        "file": text_name(file),
         "nbytes": writer.header.file_bytes(),
         "sha256": writer.sha256,
         "header_sha256": writer.header_sha256,
         "config": {key: text[key] for key in _CONFIG_KEYS if text.get(key) is not None},
-        "source": {"name": artifact.path.resolve().name, "of": origin.get("source")},
+        "source": {"name": text_name(artifact.path.resolve().name), "of": origin.get("source")},
         "tool": {"name": "trapetum", "version": __version__},
         "records": writer.entries,
         "report": report,
@@ -99,7 +100,7 @@ def write_side_files(artifact: TensorSource, folder: Path) -> list[str]:
                 shutil.copyfile(side[name], folder / name)
     config = dense_config(artifact.config)
     write_atomic(folder / "config.json", _json(config))
-    label = str(config.get("_name_or_path") or artifact.path.resolve().name)
+    label = str(config.get("_name_or_path") or text_name(artifact.path.resolve().name))
     meta = {"label": label, "template": _template(side.get("tokenizer_config.json"))}
     write_atomic(folder / "meta.json", _json(meta))
     return ["config.json", "meta.json", *(name for name in _COPIED if name in side)]

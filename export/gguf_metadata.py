@@ -20,6 +20,7 @@ from trapetum.formats.artifact import Artifact
 from trapetum.formats.gguf_header import ALIGNMENT_KEY
 from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.gguf_values import KeyValue, ValueType
+from trapetum.formats.names import text_name
 from trapetum.formats.source import TensorSource
 from trapetum.models.config import ModelConfig
 from trapetum.quantize.card import read_front_matter
@@ -74,7 +75,7 @@ _FINE_TUNES = re.compile(r"(?i:instruct|chat|it|base|coder|math|thinking|reasoni
 def model_title(source: TensorSource) -> str:
     """The model's name: what the artifact was made from, what a GGUF says of itself, else the folder."""
     stated = source.metadata.get("general.name") if isinstance(source, GgufSource) else None
-    return str(stated or _origin(source).get("name") or source.path.resolve().name)
+    return str(stated or _origin(source).get("name") or text_name(source.path.resolve().name))
 
 
 def _origin(source: TensorSource) -> Mapping[str, Any]:

@@ -23,10 +23,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from trapetum.errors import CheckpointError
+from trapetum.errors import CheckpointError, FormatError
 from trapetum.formats.packed import packed_format
 from trapetum.formats.safetensors import SafetensorsFile
-from trapetum.formats.strict_json import shown
+from trapetum.formats.strict_json import require_text, shown
 from trapetum.formats.weight_files import NUMBERED, WeightFiles, find_weight_files, listed, read_json
 from trapetum.tensors import DenseTensor
 
@@ -70,8 +70,11 @@ class Checkpoint:
         self._config: dict[str, Any] | CheckpointError
         try:
             self._config = read_json(folder / "config.json", constants=True)
+            require_text(self._config, f"{folder / 'config.json'}: content")
         except CheckpointError as error:
             self._config = error
+        except FormatError as error:
+            self._config = CheckpointError(error.message)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> Self:

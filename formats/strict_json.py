@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from trapetum.errors import FormatError
 
-__all__ = ["parse_json", "shown"]
+__all__ = ["parse_json", "require_text", "shown"]
 
 
 def parse_json(data: bytes, what: str, *, constants: bool = False) -> Any:
@@ -64,6 +64,20 @@ def parse_json(data: bytes, what: str, *, constants: bool = False) -> Any:
         raise FormatError(f"{what} is not usable: its JSON is nested too deeply") from None
     except ValueError:  # int() refuses more than 4300 digits
         raise FormatError(f"{what} is not usable: it holds a number of more than 4300 digits") from None
+
+
+def require_text(value: Any, what: str) -> None:
+    """Refuse a value that cannot be written again: JSON can spell half a surrogate pair (``"\\ud800"``), UTF-8 cannot.
+
+    Raises
+    ------
+    FormatError
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        near = shown(error.object[max(error.start - 40, 0) : error.start + 20])
+        raise FormatError(f"{what} is not usable: half a surrogate pair near {near}") from None
 
 
 def shown(value: object, limit: int = 120) -> str:

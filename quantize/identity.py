@@ -17,6 +17,7 @@ from typing import Any
 
 from trapetum.errors import CheckpointError
 from trapetum.formats.atomic import write_atomic
+from trapetum.formats.names import text_name
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import ordered_map
 
@@ -79,7 +80,7 @@ def hash_files(
     if cache is not None and missing:
         record = {p.name: {"stamp": s, "sha256": hashes[p.name]} for p, s in stamps.items()}
         write_atomic(cache, json.dumps(record, indent=1, sort_keys=True).encode())
-    return {p.name: hashes[p.name] for p in stamps}
+    return {text_name(p.name): hashes[p.name] for p in stamps}
 
 
 def changed_files(before: dict[str, str], now: dict[str, str]) -> list[str]:

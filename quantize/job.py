@@ -30,6 +30,7 @@ from trapetum.formats.manifest import (
     is_plain_name,
     parse_manifest,
 )
+from trapetum.formats.names import text_name
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
 from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
 from trapetum.formats.parts import Part
@@ -150,8 +151,8 @@ def quantize_model(
     )
     path = resolve_model(model, revision=revision, token=token, progress=progress)
     with open_checkpoint(path) as source:
-        title = _title(source)
-        folder = Path(out) if out is not None else Path(f"{title}-trapetum-{resolved.name}")
+        name = _name(source)
+        folder = Path(out) if out is not None else Path(f"{name}-trapetum-{resolved.name}")
         refuse_overlap(folder, [source.folder, *(f.path for f in source.files)])
         state = output_state(folder)
         if state.artifact and not state.job and not (overwrite or dry_run):
@@ -162,7 +163,7 @@ def quantize_model(
         budget = plan.budget(threads, max_memory)
         if dry_run:
             return _dry_run(plan, budget, folder, max_shard_size, share, progress)
-        job = Job(plan, folder, budget, max_shard_size, title, progress, mixed_cpus)
+        job = Job(plan, folder, budget, max_shard_size, text_name(name), progress, mixed_cpus)
         if share is not None:
             from trapetum.quantize.shared_job import run_share
 
@@ -194,7 +195,7 @@ def _finished(folder: Path) -> OutputError:
     )
 
 
-def _title(source: AnyCheckpoint) -> str:
+def _name(source: AnyCheckpoint) -> str:
     return (
         str(_hub_identity(source.folder).get("repo", source.folder.resolve().name)).rpartition("/")[2]
         or "model"
@@ -207,7 +208,7 @@ def _hub_identity(folder: Path) -> dict[str, str]:
     if real.parent.name != "snapshots" or not real.parent.parent.name.startswith("models--"):
         return {}
     repo = real.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return {"repo": repo, "commit": real.name}
+    return {"repo": text_name(repo), "commit": text_name(real.name)}
 
 
 def _shards(plan: Plan, max_shard_size: int) -> list[Shard]:
@@ -415,7 +416,5 @@ def surveyed(plan: Plan, stored: Mapping[str, Any]) -> Plan:
 
 def companions(source: AnyCheckpoint) -> list[Path]:
     """Files that travel with the weights: config, tokenizer, licences."""
-    licences = [
-        p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)
-    ]
+    licences = [p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)]
     return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})

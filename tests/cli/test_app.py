@@ -174,3 +174,17 @@ def test_a_closed_pipe_is_quiet() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err == ""
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_a_closed_stream_is_not_the_next_file(
+    closed: tuple[int, ...], demo_model: Path, tmp_path: Path
+) -> None:
+    """Else the first file that is opened would get the stream's number, and with it what is printed."""
+    redirects = " ".join(f"{fd}{'<' if fd == 0 else '>'}&-" for fd in closed)
+    script = f'exec "$0" -m trapetum inspect "$1" {redirects}'
+    command = ["sh", "-c", script, sys.executable, str(demo_model)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert ("model.norm.weight" in done.stdout) == (1 not in closed)
