@@ -416,5 +416,7 @@ def surveyed(plan: Plan, stored: Mapping[str, Any]) -> Plan:
 
 def companions(source: AnyCheckpoint) -> list[Path]:
     """Files that travel with the weights: config, tokenizer, licences."""
-    licences = [p for p in source.folder.iterdir() if p.name.upper().startswith(_LICENCES)]
+    licences = [
+        p for p in source.folder.iterdir() if p.name.isascii() and p.name.upper().startswith(_LICENCES)
+    ]
     return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})
