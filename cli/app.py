@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 import trapetum
 from trapetum.cli import output
 from trapetum.cli.bench import bench
+from trapetum.cli.batch import batch
 from trapetum.cli.compare import compare
 from trapetum.cli.env import env
 from trapetum.cli.export import export
@@ -32,6 +33,7 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS: tuple[Callable[..., None], ...] = (
     quantize,
     merge,
+    batch,
     export,
     verify,
     inspect,
