@@ -1,8 +1,9 @@
 """Perplexity of exported GGUF files in llama.cpp against our own, window by window.
 
-    python benchmarks/llama_cpp.py MODEL TEXT [WINDOWS]
+    python benchmarks/llama_cpp.py MODEL TEXT [WINDOWS [CASE ...]]
 
-MODEL (a Hugging Face folder) is exported as it is and after several quantizations. Each file runs in llama.cpp
+MODEL (a Hugging Face folder or a GGUF) is exported as it is and after several quantizations, all of them unless cases
+are named. Each file runs in llama.cpp
 (package ``xllamacpp``, one thread, float32 cache) and in our runtime, over the same windows of 512 tokens, of which the
 second halves are scored. llama.cpp's server gives log-probabilities of generated tokens only, so each token of the text
 is made the generated one by a bias on its logit; what is reported is the probability before that bias. A token that is
@@ -28,10 +29,12 @@ from trapetum.runtime.evaluate import perplexity
 
 WINDOW = 512
 CASES: dict[str, tuple[dict[str, Any] | None, str | None]] = {  # quantize options, --gguf-type
+    "as it is": (None, None),
     "F16": (None, "F16"),
     "ternary, 3 levels": ({"scheme": "ternary", "levels": 3}, "Q2_0"),
     "ternary, 4 levels": ({"scheme": "ternary", "levels": 4}, "Q2_0"),
     "k-means 4 bits, auto": ({"bits": 4}, None),
+    "k-means 4 bits, auto with --source": ({"bits": 4}, None),
     "k-means 4 bits, Q4_K": ({"bits": 4}, "Q4_K"),
     "gguf:Q4_K": ({"scheme": "gguf:Q4_K"}, None),
     "gguf:IQ4_NL": ({"scheme": "gguf:IQ4_NL"}, None),
@@ -94,8 +97,11 @@ def engine_perplexity(path: Path, vocab: int, windows: np.ndarray[Any, Any]) -> 
     return math.exp(float(np.mean(losses)))
 
 
-def main(model: str, text: str, count: int = 8) -> None:
+def main(model: str, text: str, count: int = 8, *chosen: str) -> None:
     """Print one line a case."""
+    unknown = [label for label in chosen if label not in CASES]
+    if unknown:
+        sys.exit(f"case {unknown[0]!r} is unknown; known: {', '.join(CASES)}")
     with trapetum.load(model) as original:
         ids = np.array(original.tokenizer.encode(Path(text).read_text(encoding="utf-8")))
         vocab = original.config.vocab_size
@@ -103,13 +109,16 @@ def main(model: str, text: str, count: int = 8) -> None:
     print(
         "| file | bytes | bits a weight | ppl, ours | ppl, llama.cpp | difference |\n|---|---:|---:|---:|---:|---:|"
     )
-    for label, (options, kind) in CASES.items():
+    for label in chosen or CASES:
+        options, kind = CASES[label]
+        original_weights = model if label.endswith("--source") else None
         with tempfile.TemporaryDirectory() as folder:
             source = Path(model)
             if options is not None:
                 source = Path(folder, "artifact")
                 trapetum.quantize_model(model, source, **options)
-            with plan_export(source, "gguf", Path(folder, "m.gguf"), gguf_type=kind) as plan:
+            target = Path(folder, "m.gguf")
+            with plan_export(source, "gguf", target, gguf_type=kind, source=original_weights) as plan:
                 path, size = plan.write(), plan.size
                 weights = sum(math.prod(job.shape) for job in plan.jobs)
                 stored = sum(job.nbytes for job in plan.jobs)
@@ -124,4 +133,4 @@ def main(model: str, text: str, count: int = 8) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:4]), *sys.argv[4:])

@@ -53,6 +53,8 @@ class Checkpoint:
         The files in use, by name.
     notes : list of str
         What a person should know: files that are not used, tensors that the index forgot, ...
+    title : str
+        Name of the folder.
     """
 
     kind = "checkpoint"
@@ -66,6 +68,7 @@ class Checkpoint:
         notes: list[str],
     ) -> None:
         self.path, self.folder, self.files, self.notes = path, folder, files, notes
+        self.title = folder.resolve().name
         self._where = where
         self._config: dict[str, Any] | CheckpointError
         try:
@@ -106,7 +109,7 @@ class Checkpoint:
             if match := NUMBERED.fullmatch(path.name):
                 found.notes.append(f"only {path.name} is read, 1 of {int(match[3])} shards")
         else:
-            raise CheckpointError(f"{path}: neither a folder nor a .safetensors file")
+            raise CheckpointError(f"{path}: neither a folder nor a .safetensors or .gguf file")
         files: list[SafetensorsFile] = []
         try:
             for file in found.files:

@@ -140,6 +140,16 @@ class GgufSource:
                 file.close()
             raise
 
+    @property
+    def title(self) -> str:
+        """Name of the file, without its ending and the number of a part."""
+        found = _SPLIT_NAME.fullmatch(self.path.name)
+        return self.path.name.removesuffix(".gguf") if found is None else found["stem"]
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor, for messages."""
+        return self._find(name)[0].path
+
     def names(self) -> list[str]:
         """Tensor names in the order of the files."""
         return list(self._where)

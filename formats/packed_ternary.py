@@ -35,6 +35,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.checkpoint import Checkpoint
+from trapetum.formats.gguf_checkpoint import GgufCheckpoint, is_gguf
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.tensors import DenseTensor, matrix_shape
 
@@ -77,6 +78,7 @@ class PackedCheckpoint(ABC):
         self.inner = inner
         self.path: Path = inner.path
         self.folder: Path = inner.folder
+        self.title: str = inner.title
         self.files: list[SafetensorsFile] = inner.files
         self.notes: list[str] = list(inner.notes)
         self.config = {k: v for k, v in inner.config.items() if k not in _QUANTIZATION_KEYS}
@@ -330,8 +332,8 @@ class MlxCheckpoint(PackedCheckpoint):
         return values.reshape(words.shape[0], -1)
 
 
-AnyCheckpoint: TypeAlias = Checkpoint | PackedCheckpoint
-"""A model folder, packed or not; both have the same members."""
+AnyCheckpoint: TypeAlias = Checkpoint | PackedCheckpoint | GgufCheckpoint
+"""What can be quantized: a model folder, packed or not, or a GGUF; all have the same members."""
 
 
 def _settings(inner: Checkpoint) -> dict[str, Any]:
@@ -361,7 +363,7 @@ _OPENERS: dict[str, Callable[[Checkpoint], PackedCheckpoint]] = {"bitnet": _open
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCheckpoint:
-    """Open a model folder; packed ternary weights are decoded as they are read.
+    """Open a model folder or a GGUF; packed weights are decoded as they are read.
 
     Parameters
     ----------
@@ -373,6 +375,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCh
     CheckpointError, FormatError, UnsupportedModelError
         See :meth:`Checkpoint.open`; also if the packed weights follow no rule of their format.
     """
+    if is_gguf(path):
+        return GgufCheckpoint.open(path, mmap=mmap)
     inner = Checkpoint.open(path, mmap=mmap)
     opener = _OPENERS.get(inner.packed_format() or "")
     if opener is None:

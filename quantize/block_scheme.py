@@ -1,4 +1,4 @@
-"""Schemes ``gguf:TYPE``: weights straight into a GGUF block type, so that an export copies bytes.
+"""Schemes of GGUF block types: ``gguf:TYPE`` searches blocks, so that an export copies bytes; ``asis`` takes them over.
 
 The search is ``quantize.block_search``; the layout is ``blocks``. A row must be whole blocks of the type. Rows that are
 not take a type of 32 weights a block of about the same size, then codebooks.
@@ -17,7 +17,7 @@ from trapetum.errors import RecipeError
 from trapetum.quantize.scheme import Arrays, Scheme
 from trapetum.tensors import BlockTensor, matrix_shape
 
-__all__ = ["PREFIX", "Blocks"]
+__all__ = ["PREFIX", "Blocks", "BlocksAsIs"]
 
 PREFIX = "gguf:"
 
@@ -103,3 +103,44 @@ class Blocks(Scheme):
     def rate(self) -> float:
         """Measured on Gaussian rows of 4096."""
         return _RATES[self.type]
+
+
+@dataclass(frozen=True)
+class BlocksAsIs(Scheme):
+    """The blocks that a GGUF source already has, byte for byte.
+
+    Parameters
+    ----------
+    type : str
+        A key of ``trapetum.blocktypes.BLOCK_TYPES``.
+    """
+
+    type: str
+    name: ClassVar[str] = "asis-gguf"
+    layout: ClassVar[str] = BlockTensor.layout
+
+    @property
+    def label(self) -> str:
+        """``asis gguf:Q4_1``."""
+        return f"asis {PREFIX}{self.type}"
+
+    def arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool) -> Arrays:
+        """``blocks``, exactly the bytes of the source."""
+        rows, in_features = matrix_shape(shape)
+        return {"blocks": (np.dtype(np.uint8), (rows, BLOCK_TYPES[self.type].row_bytes(in_features)))}
+
+    def quantize(
+        self,
+        weight: NDArray[Any],
+        importance: NDArray[np.float32] | None = None,
+        *,
+        wide: bool = False,
+        seed: int = 0,
+    ) -> BlockTensor:
+        """Never reached by a job, which takes the source's bytes (``Plan.taken``)."""
+        raise RecipeError("blocks that are taken over come from the source's bytes, not from decoded values")
+
+    @property
+    def rate(self) -> float:
+        """Bound by reading and writing."""
+        return 300e6

@@ -92,7 +92,7 @@ def quantize_model(
     Parameters
     ----------
     model : str or Path
-        A folder (or one ``.safetensors`` file), or a Hub id.
+        A folder (or one ``.safetensors`` or ``.gguf`` file), or a Hub id.
     out : str or Path, optional
         The artifact folder; ``NAME-trapetum-RECIPE`` in the current folder by default.
     bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback
@@ -196,10 +196,7 @@ def _finished(folder: Path) -> OutputError:
 
 
 def _name(source: AnyCheckpoint) -> str:
-    return (
-        str(_hub_identity(source.folder).get("repo", source.folder.resolve().name)).rpartition("/")[2]
-        or "model"
-    )
+    return str(_hub_identity(source.folder).get("repo", source.title)).rpartition("/")[2] or "model"
 
 
 def _hub_identity(folder: Path) -> dict[str, str]:

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError
+from trapetum.formats.gguf_checkpoint import GgufCheckpoint
 from trapetum.models.architectures import Architecture, Role, resolve
+from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
 from trapetum.quantize.hadamard import rotate_rows
 from trapetum.quantize.intake import check_tensors
@@ -139,7 +141,7 @@ class Plan:
 
     Parameters
     ----------
-    source : Checkpoint or PackedCheckpoint
+    source : Checkpoint, PackedCheckpoint or GgufCheckpoint
     recipe : Recipe
         Resolved.
     architecture : Architecture
@@ -168,6 +170,12 @@ class Plan:
         """What the scheme of ``row`` works on: a row block of the source, rotated where the row is."""
         values = tensor_values(self.source.load(row.name, rows))
         return self.rotation.fold(values) if self.rotation is not None and row.rotated else values
+
+    def taken(self, row: PlanRow, rows: slice) -> QuantizedTensor | None:
+        """What is stored of a row block where nothing is searched: the source's own form; None elsewhere."""
+        if isinstance(row.scheme, BlocksAsIs) and isinstance(self.source, GgufCheckpoint):
+            return self.source.stored(row.name, rows)
+        return None if row.quantized else self.source.load(row.name, rows)
 
     @property
     def parameters(self) -> int:

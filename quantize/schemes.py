@@ -10,8 +10,9 @@ scheme            layout      what it does
 ``kmeans``        codebook    near-exact one-dimensional k-means, one codebook for each output row
 ``ternary``       ternary     exact three- or four-level codes, one scale for each group of a row
 ``gguf:TYPE``     blocks      the best blocks of a GGUF type that the search finds
-``asis``          (settled)   takes over what is ternary already; becomes one of the next two when it is looked at
+``asis``          (settled)   takes over what is ternary or a block already; becomes one of the next three when seen
 ``asis-ternary``  ternary     codes and scales of weights that are ternary, without loss
+``asis-gguf``     blocks      the blocks of a GGUF source, byte for byte
 ``keep``          dense       nothing: the stored values travel bit for bit
 ================  ==========  ===================================================================================
 """
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
-from trapetum.quantize.block_scheme import PREFIX, Blocks
+from trapetum.quantize.block_scheme import PREFIX, Blocks, BlocksAsIs
 from trapetum.quantize.block_search import SEARCHES
 from trapetum.quantize.scheme import Arrays, Scheme
 from trapetum.quantize.ternary import Ternary
@@ -169,7 +170,9 @@ class Keep(Scheme):
         return 500e6
 
 
-SCHEMES: dict[str, type[Scheme]] = {c.name: c for c in (KMeans, Ternary, Blocks, AsIs, TernaryAsIs, Keep)}
+SCHEMES: dict[str, type[Scheme]] = {
+    c.name: c for c in (KMeans, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, Keep)
+}
 
 # What "bits" means under each scheme: bits -> the parameters it stands for.
 BITS: dict[str, dict[int, dict[str, Any]]] = {

@@ -139,8 +139,9 @@ def _cuts(row: PlanRow, budget: MemoryBudget) -> list[slice]:
 def _work(plan: Plan, item: _Item) -> _Block:
     """Quantize one row block; runs on a worker thread."""
     row, cut = item
-    if not row.quantized:
-        return _Block(plan.source.load(row.name, cut).to_arrays())
+    taken = plan.taken(row, cut)
+    if taken is not None:
+        return _Block(taken.to_arrays(), taken.params())
     values = plan.values(row, cut)
     seed = tensor_seed(plan.recipe.seed, row.name)
     tensor = row.scheme.quantize(values, wide=row.wide, seed=seed)

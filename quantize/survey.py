@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.formats.gguf_checkpoint import GgufCheckpoint
 from trapetum.progress import Progress
+from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
 from trapetum.quantize.plan import FLOATS, Plan, PlanRow, tensor_values
 from trapetum.quantize.schemes import Keep
@@ -98,7 +100,7 @@ def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -
             notes.append(f"{row.name} holds {total.nan} NaN and {total.inf} infinite values; kept as it is")
         elif total.peak > row.scheme.limit:
             raise _too_large(plan, row, total)
-    settled = tuple(_settled(r, f) for r, f in zip(plan.rows, findings, strict=True))
+    settled = tuple(_settled(plan, r, f) for r, f in zip(plan.rows, findings, strict=True))
     notes += _not_taken(plan, settled)
     return replace(plan, rows=settled, notes=(*plan.notes, *notes), scanned=True)
 
@@ -125,11 +127,15 @@ def _look(plan: Plan, row: PlanRow, rows: slice) -> Finding:
     return found
 
 
-def _settled(row: PlanRow, found: Finding) -> PlanRow:
+def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
     """The row with what was found: ``wide``, and for a scheme that asked for it, what the tensor is."""
     if not isinstance(row.scheme, AsIs):
         return replace(row, wide=found.wide)
     taken = found.ternary.settle(row.shape, row.source_nbytes)
+    if taken is None and isinstance(plan.source, GgufCheckpoint):
+        kind = plan.source.block_type(row.name)
+        if kind is not None:
+            return replace(row, scheme=BlocksAsIs(kind))
     if taken is None:
         return replace(row, scheme=Keep(), why=f"{row.why}; not ternary in groups of a row, 128 or 64")
     return replace(row, scheme=taken[0], wide=taken[1])
@@ -141,7 +147,7 @@ def _not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     kept = [r.name for r in asked if isinstance(r.scheme, Keep)]
     if asked and len(kept) == len(asked):
         raise UnsupportedModelError(
-            f"{plan.source.path}: scheme asis takes over weights that are ternary already, and none of "
+            f"{plan.source.path}: scheme asis takes over weights that are ternary or GGUF blocks already, and none of "
             f"{len(asked)} tensors is, such as {kept[0]}",
             hint="Quantize it: --bits 4, or --scheme ternary and read what that costs.",
         )
