@@ -7,7 +7,7 @@ once. Where config.json says tied but a *different* head is present, the head co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from trapetum.errors import CheckpointError
 from trapetum.models.architectures import Architecture, Role, text_config
 from trapetum.models.config import parse_config
 from trapetum.quantize.blocks import BLOCK_WEIGHTS, row_blocks
+from trapetum.quantize.vocabulary import check_vocabulary
 from trapetum.tensors import matrix_shape
 
 if TYPE_CHECKING:
@@ -77,6 +78,11 @@ def check_tensors(source: AnyCheckpoint, architecture: Architecture) -> Head:
             if untied
             else "The checkpoint is incomplete, or config.json belongs to another one.",
         )
+    embed = next((name for role, name in found.items() if role.kind == "embed"), None)
+    tokenizer = source.tokenizer_file()
+    if embed is not None and tokenizer is not None:
+        notes = check_vocabulary(tokenizer, source.shape(embed)[0])
+        head = replace(head, notes=(*head.notes, *notes))
     return head
 
 
