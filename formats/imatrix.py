@@ -222,7 +222,10 @@ class MomentsFile(InputStatistics):
     def diagonal(self, name: str, in_features: int) -> NDArray[np.float32] | None:
         """See :meth:`InputStatistics.diagonal`."""
         found = self.moment(name, in_features)
-        return None if found is None else np.ascontiguousarray(found[1].diagonal())
+        if found is None:
+            return None
+        squares: NDArray[np.float32] = found[1].diagonal().copy()
+        return squares
 
     def moment(self, name: str, in_features: int) -> tuple[str, NDArray[np.float32], int] | None:
         """See :meth:`InputStatistics.moment`."""
@@ -309,8 +312,8 @@ def _read_gguf(path: Path) -> dict[str, _Entry]:
             _check(path, counted, counts, counts)
             if len(sums) != len(counts):
                 raise FormatError(f"{path}: {name} has {len(sums)} rows, but {len(counts)} counts")
-            means = sums / np.maximum(counts, 1.0)[:, None]
-            entries[weight] = _Entry(means.reshape(-1), counts)
+            means = sums / np.maximum(counts, np.float32(1.0))[:, None]
+            entries[weight] = _Entry(means.astype(np.float32).reshape(-1), counts)
     if not entries:
         raise FormatError(f"{path}: no tensor NAME.in_sum2 is in this importance file")
     return entries
@@ -345,7 +348,7 @@ def _read_dat(path: Path) -> dict[str, _Entry]:
             raise FormatError(f"{path}: {name!r} occurs twice")
         _check(path, repr(name), values, values)
         if count:
-            entries[name] = _Entry(values / max(calls, 1), np.ones(1, np.float32))
+            entries[name] = _Entry(values / np.float32(max(calls, 1)), np.ones(1, np.float32))
     if not entries:
         raise FormatError(f"{path}: holds no importance of any tensor")
     return entries
@@ -419,7 +422,7 @@ class MomentsWriter:
         datasets: Sequence[str] = (),
     ) -> None:
         entries = []
-        shared = {}
+        shared: dict[str, str] = {}
         for weights, width in inputs:
             key = f"{weights[0]}.moment"
             entries.append(Entry(key, np.dtype(np.float32), (width, width)))

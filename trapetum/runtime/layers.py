@@ -6,6 +6,7 @@ the second-level cache, and rows are independent, so the blocks change no bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +122,13 @@ class Layer:
     k_norm: Norm | None = None
 
     def __call__(
-        self, h: Floats, number: int, rotary: tuple[Floats, Floats], cache: Cache, pool: Pool
+        self,
+        h: Floats,
+        number: int,
+        rotary: tuple[Floats, Floats],
+        cache: Cache,
+        pool: Pool,
+        observe: Callable[[str, Floats], None] | None = None,
     ) -> None:
         """Advance the residual stream in place.
 
@@ -134,10 +141,15 @@ class Layer:
             Of these positions.
         cache : Cache
         pool : Pool
+        observe : callable, optional
+            Receives the input [tokens, in_features] of ``q`` (k and v read the same), ``o``, ``gate`` (up too)
+            and ``down`` before it is multiplied; it must not keep or change it.
         """
         batch, positions, hidden = h.shape
         flat = h.reshape(-1, hidden)
         x = self.attn_norm(flat, pool)
+        if observe is not None:
+            observe("q", x)
         q, k, v = (
             y.reshape(batch, positions, -1, self.head_dim) for y in apply_all(x, self.q, self.k, self.v)
         )
@@ -147,11 +159,18 @@ class Layer:
             pool.blocks(lambda b, part=part: rotate(part[b], *rotary), batch, 1)  # type: ignore[misc]
         keys, values = cache.append(number, k, v)
         mixed = attend(q, keys, values, self.window, pool)
-        flat += self.o(mixed.reshape(flat.shape[0], -1))
+        merged = mixed.reshape(flat.shape[0], -1)
+        if observe is not None:
+            observe("o", merged)
+        flat += self.o(merged)
 
         x = self.ffn_norm(flat, pool)
+        if observe is not None:
+            observe("gate", x)
         gate, up = apply_all(x, self.gate, self.up)
         pool.blocks(lambda r: _gated(gate[r], up[r]), gate.shape[0], _rows_a_block(gate.shape[1]))
+        if observe is not None:
+            observe("down", gate)
         flat += self.down(gate)
 
 
