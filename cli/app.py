@@ -23,6 +23,7 @@ from trapetum.cli.export import export
 from trapetum.cli.inspect import inspect
 from trapetum.cli.merge import merge
 from trapetum.cli.perplexity import perplexity
+from trapetum.cli.push import push
 from trapetum.cli.quantize import quantize
 from trapetum.cli.recipes import recipes
 from trapetum.cli.run import run
@@ -34,6 +35,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     quantize,
     merge,
     batch,
+    push,
     export,
     verify,
     inspect,

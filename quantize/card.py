@@ -72,6 +72,7 @@ def model_card(
     head: dict[str, str | list[str]] = {"library_name": "trapetum", **carried}
     if isinstance(source.get("repo"), str):
         head["base_model"] = str(source["repo"])
+        head["base_model_relation"] = "quantized"
     head["tags"] = ["trapetum", "quantized"]
     plan, recipe = report.plan, report.plan.recipe
     origin = f"`{source['repo']}` at commit `{source['commit']}`" if "repo" in source else f"`{title}`"
