@@ -224,7 +224,7 @@ class _Forms:
     def bytes(self, size: int) -> tuple[NDArray[Any], ...]:
         """(q int8, scales, quads) for weights with a scale for ``size`` inputs."""
         q, scales = self._quantized("bytes", np.int8, BYTE_LIMIT, activations.quantize_bytes_step)
-        block = GROUP if size >= GROUP else 32
+        block = min(size, GROUP)
         if ("quads", block) not in self._made:
             quads = self._program.buffer(("quads", block), q.size // block * 8, np.int32)
             self._program.add(activations.quad_sums_step, [q, q.size, block, quads])
@@ -281,8 +281,8 @@ def _blocks(m: Blocks, x: _Forms, y: Floats) -> _Call:
     q, scales = x.words()
     sums = x.sums(blocks.block_size(m.kind)) if m.dmin.shape[1] else np.zeros(8, np.float32)
     columns = [a.shape[1] for a in (m.d, m.steps, m.dmin, m.mins)]
-    arrays = [m.kind, m.table, m.codes, m.d, m.steps, m.dmin, m.mins, m.rows, padded(m.in_features), *columns]
-    return blocks.multiply_step, [*arrays, q, scales, sums, sums.size, y]
+    arrays = [m.table, m.codes, m.d, m.steps, m.dmin, m.mins, m.rows, padded(m.in_features), *columns]
+    return blocks.STEP[m.kind], [*arrays, q, scales, sums, sums.size, y]
 
 
 def _dense(m: Dense, x: _Forms, y: Floats) -> _Call:

@@ -129,7 +129,7 @@ def quad_sums(q: NDArray[np.int8], size: int, out: NDArray[np.int32]) -> None:
     ----------
     q : ndarray of int8, shape (tokens, padded)
     size : int
-        32 or 128, inputs that share a weight scale.
+        32, 64 or 128: inputs that share a weight scale.
     out : ndarray of int32, shape (tokens, padded // size * 8)
         Written: lane j of a block is the sum over its 32-byte vectors of bytes 4j .. 4j + 3, negated.
     """

@@ -33,6 +33,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import literally  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
@@ -43,20 +44,23 @@ from trapetum.kernels.jit import jit
 __all__ = [
     "BYTE",
     "BYTE16",
+    "DECODE",
+    "MULTIPLY",
     "NIBBLE",
     "SIX",
+    "STEP",
     "TABLE",
     "block_size",
-    "decode_rows",
     "group_bytes",
-    "multiply_rows",
-    "multiply_step",
     "pack_top_bits",
 ]
 
 SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
 
 TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
+
+# Rows whose scales are made at once: read right after it was written, a scale costs 2 cycles a weight (512 inputs).
+_AHEAD_ROWS = 8
 
 
 @jit()
@@ -93,6 +97,7 @@ def pack_top_bits(codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
 @jit()
 def _pair(kind: int, low: Any, high: Any, codes: Any) -> Any:
     """int16 values of 32 codes below 64 in lane order, as two vectors in natural order."""
+    literally(kind)
     if kind == TABLE:
         a, b = simd.look_up_bytes(low, codes), simd.look_up_bytes(high, codes)
     else:
@@ -107,6 +112,7 @@ def _pair(kind: int, low: Any, high: Any, codes: Any) -> Any:
 @jit()
 def _words(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int) -> Any:
     """int16 values of the 128 weights whose codes begin at byte ``at``."""
+    literally(kind)
     if kind in (BYTE, BYTE16):
         return (
             simd.load_signed_bytes(codes, at), simd.load_signed_bytes(codes, at + 16),
@@ -168,92 +174,129 @@ def _sum16(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b
     return simd.fma(simd.to_floats(_madd(x, at + 112, w[7])), _scale(scales, b + 7), total)
 
 
-@jit()
-def _row_scales(
-    d: NDArray[np.uint16], steps: NDArray[Any], o: int, blocks: int, out: NDArray[np.float32]
-) -> None:
-    """``out[b] = d * step`` of row ``o``, one float32 multiplication."""
+@jit(forceinline=True)
+def _eight(d: NDArray[np.uint16], steps: NDArray[Any], each: int, o: int, b: int, blocks: int) -> Any:
+    """``d * step`` of blocks b .. b + 7 of row o, one float32 multiplication; ``each`` blocks share a d."""
     count = d.shape[1]
     if steps.shape[1] == 0:
-        whole = blocks // 8 * 8
-        for b in range(0, whole, 8):
-            simd.store_floats(out, b, simd.load_floats(d, o * count + b))
-        for b in range(whole, blocks):
-            out[b] = simd.scalar(d, o * count + b)
-    else:
-        each = blocks // count  # 8 or 16
-        for s in range(count):
-            scale = simd.splat_floats(simd.scalar(d, o * count + s))
-            for b in range(s * each, (s + 1) * each, 8):
-                step = simd.to_floats(simd.load_byte_ints(steps, o * blocks + b))
-                simd.store_floats(out, b, simd.multiply_floats(scale, step))
+        return simd.load_floats(d, o * count + b)
+    scale = simd.splat_floats(simd.scalar(d, o * count + b // each))
+    return simd.multiply_floats(scale, simd.to_floats(simd.load_byte_ints(steps, o * blocks + b)))
+
+
+@jit(forceinline=True)
+def _row_scales(
+    d: NDArray[np.uint16],
+    steps: NDArray[Any],
+    each: int,
+    o: int,
+    blocks: int,
+    out: NDArray[np.float32],
+    at: int,
+) -> None:
+    """``out[at + b] = d * step`` of row o; a number of blocks that is no multiple of 8 has no steps."""
+    whole = blocks // 8 * 8
+    for b in range(0, whole, 8):
+        simd.store_floats(out, at + b, _eight(d, steps, each, o, b, blocks))
+    for b in range(whole, blocks):
+        out[at + b] = simd.scalar(d, o * d.shape[1] + b)
+
+
+@jit(forceinline=True)
+def _row_offset(
+    d: NDArray[np.uint16],
+    steps: NDArray[Any],
+    each: int,
+    o: int,
+    blocks: int,
+    x_sums: NDArray[np.float32],
+    m: int,
+) -> np.float32:
+    """``sum(d * step * x_sums[m])`` of row o."""
+    whole = blocks // 8 * 8
+    total = simd.zero_floats()
+    for b in range(0, whole, 8):
+        part = simd.load_floats(x_sums, m * x_sums.shape[1] + b)
+        total = simd.fma(_eight(d, steps, each, o, b, blocks), part, total)
+    offset: np.float32 = simd.sum_floats(total)
+    for b in range(whole, blocks):
+        offset += simd.scalar(d, o * d.shape[1] + b) * x_sums[m, b]
+    return offset
 
 
 @jit()
-def multiply_rows(
-    kind: int,
-    table: NDArray[np.uint8],
-    codes: NDArray[np.uint8],
-    d: NDArray[np.uint16],
-    steps: NDArray[np.int8],
-    dmin: NDArray[np.uint16],
-    mins: NDArray[np.int8],
-    x: NDArray[np.int16],
-    x_scales: NDArray[np.float32],
-    x_sums: NDArray[np.float32],
-    out: NDArray[np.float32],
-    begin: int,
-    end: int,
-) -> None:
+def _multiply(kind: int, arguments: Any) -> None:
     """``out[:, begin:end] = x @ W[begin:end].T``.
 
     Parameters
     ----------
     kind : int
-    table : ndarray of uint8, shape (32,)
-        16 low, 16 high bytes of the values, for TABLE.
-    codes, d, steps, dmin, mins
-        The prepared matrix.
-    x, x_scales : ndarrays of int16 and float32
-        From ``activations.quantize`` with WORD_LIMIT.
-    x_sums : ndarray of float32, shape (tokens, blocks rounded up to a multiple of 8)
-        From ``activations.block_sums``; unused without ``dmin``.
-    out : ndarray of float32, shape (tokens, rows)
-        Written in these columns only.
-    begin, end : int
+        A constant.
+    arguments : tuple
+        table
+            uint8 (32,): 16 low, 16 high bytes of the values, for TABLE.
+        codes, d, steps, dmin, mins
+            The prepared matrix.
+        x, x_scales
+            int16 and float32 from ``activations.quantize`` with WORD_LIMIT.
+        x_sums
+            float32 (tokens, blocks rounded up to a multiple of 8), from ``activations.block_sums``; unused without
+            ``dmin``.
+        out
+            float32 (tokens, rows); written in these columns only.
+        begin, end
+            int
     """
+    table, codes, d, steps, dmin, mins, x, x_scales, x_sums, out, begin, end = arguments
+    literally(kind)
     tokens, width = x.shape
     groups = width // GROUP
     stride = codes.shape[1] // groups
     size = block_size(kind)
     blocks = width // size
+    each = 256 // size  # blocks that share a d where they have steps
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
     sums = np.empty(tokens * 8, np.float32)
-    scales, offsets = np.empty(blocks, np.float32), np.zeros(-(-blocks // 8) * 8, np.float32)
+    scales = np.empty(_AHEAD_ROWS * blocks, np.float32)
     for o in range(begin, end):
-        _row_scales(d, steps, o, blocks, scales)
-        sums[:] = 0
+        row = (o - begin) % _AHEAD_ROWS * blocks
+        if row == 0:
+            for k in range(min(_AHEAD_ROWS, end - o)):
+                _row_scales(d, steps, each, o + k, blocks, scales, k * blocks)
+        one = simd.zero_floats()
+        if tokens > 1:
+            sums[:] = 0
         for g in range(groups):
             at = (o * groups + g) * stride
             simd.prefetch(codes, at + simd.AHEAD)
             if stride > 64:
                 simd.prefetch(codes, at + 64 + simd.AHEAD)
             w = _words(kind, low, high, codes, at)
+            if tokens == 1:
+                to = g * GROUP
+                part = (
+                    _sum16(x, to, w, scales, row + g * 8)
+                    if size == 16
+                    else _sum32(x, to, w, scales, row + g * 4)
+                )
+                one = simd.fma(part, simd.splat_floats(x_scales[0, g]), one)
+                continue
             for m in range(tokens):
                 to = m * width + g * GROUP
-                part = _sum16(x, to, w, scales, g * 8) if size == 16 else _sum32(x, to, w, scales, g * 4)
+                part = (
+                    _sum16(x, to, w, scales, row + g * 8)
+                    if size == 16
+                    else _sum32(x, to, w, scales, row + g * 4)
+                )
                 total = simd.load_floats(sums, m * 8)
                 simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
+        if tokens == 1:
+            simd.store_floats(sums, 0, one)
         for m in range(tokens):
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
         if dmin.shape[1]:
-            _row_scales(dmin, mins, o, blocks, offsets)
             for m in range(tokens):
-                offset = simd.zero_floats()
-                for b in range(0, offsets.shape[0], 8):
-                    part = simd.load_floats(x_sums, m * offsets.shape[0] + b)
-                    offset = simd.fma(simd.load_floats(offsets, b), part, offset)
-                out[m, o] -= simd.sum_floats(offset)
+                out[m, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, m)
 
 
 @jit()
@@ -265,39 +308,36 @@ def _store(words: Any, scale: Any, offset: Any, out: NDArray[np.float32], at: in
 
 
 @jit()
-def decode_rows(
-    kind: int,
-    table: NDArray[np.uint8],
-    codes: NDArray[np.uint8],
-    d: NDArray[np.uint16],
-    steps: NDArray[np.int8],
-    dmin: NDArray[np.uint16],
-    mins: NDArray[np.int8],
-    out: NDArray[np.float32],
-    begin: int,
-) -> None:
+def _decode(kind: int, arguments: Any) -> None:
     """Rows ``begin, begin + 1, ...`` as float32, exactly.
 
     Parameters
     ----------
-    kind, table, codes, d, steps, dmin, mins
-        The prepared matrix; see :func:`multiply_rows`.
-    out : ndarray of float32, shape (some rows, in_features)
-        Written.
-    begin : int
+    kind : int
+        A constant.
+    arguments : tuple
+        table, codes, d, steps, dmin, mins
+            As for :func:`_multiply`.
+        out
+            float32 (some rows, in_features); written.
+        begin
+            int
     """
+    table, codes, d, steps, dmin, mins, out, begin = arguments
+    literally(kind)
     rows, count = out.shape
     size, stride = block_size(kind), group_bytes(kind)
     groups = codes.shape[1] // stride
     blocks = groups * GROUP // size
+    each = 256 // size
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
     scales, offsets = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
     line = np.empty(GROUP, np.float32)
     for r in range(rows):
         o = begin + r
-        _row_scales(d, steps, o, blocks, scales)
+        _row_scales(d, steps, each, o, blocks, scales, 0)
         if dmin.shape[1]:
-            _row_scales(dmin, mins, o, blocks, offsets)
+            _row_scales(dmin, mins, each, o, blocks, offsets, 0)
         for g in range(groups):
             w = _words(kind, low, high, codes, (o * groups + g) * stride)
             first, step = g * GROUP // size, 32 // size  # block of the first weight; blocks in 32 weights
@@ -310,19 +350,112 @@ def decode_rows(
                 out[r, i] = line[i - g * GROUP]
 
 
-def multiply_step(a: Any, begin: int, end: int) -> None:
+@jit()
+def _step(kind: int, a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``.
 
-    kind, table, codes, d, steps, dmin, mins, rows, padded, columns of d, steps, dmin and mins, x, x_scales, x_sums,
-    columns of x_sums, out.
+    table, codes, d, steps, dmin, mins, rows, padded, columns of d, steps, dmin and mins, x, x_scales, x_sums, columns
+    of x_sums, out.
     """
-    kind, rows, width = a[0], a[7], a[8]
-    multiply_rows(
-        kind, array(a[1], np.uint8, (32,)),
-        array(a[2], np.uint8, (rows, width // GROUP * group_bytes(kind))),
-        array(a[3], np.uint16, (rows, a[9])), array(a[4], np.int8, (rows, a[10])),
-        array(a[5], np.uint16, (rows, a[11])), array(a[6], np.int8, (rows, a[12])),
-        array(a[13], np.int16, (1, width)), array(a[14], np.float32, (1, width // GROUP)),
-        array(a[15], np.float32, (1, a[16])), array(a[17], np.float32, (1, rows)),
+    literally(kind)
+    rows, width = a[6], a[7]
+    arguments = (
+        array(a[0], np.uint8, (32,)), array(a[1], np.uint8, (rows, width // GROUP * group_bytes(kind))),
+        array(a[2], np.uint16, (rows, a[8])), array(a[3], np.int8, (rows, a[9])),
+        array(a[4], np.uint16, (rows, a[10])), array(a[5], np.int8, (rows, a[11])),
+        array(a[12], np.int16, (1, width)), array(a[13], np.float32, (1, width // GROUP)),
+        array(a[14], np.float32, (1, a[15])), array(a[16], np.float32, (1, rows)),
         begin, end,
     )  # fmt: skip
+    _multiply(kind, arguments)
+
+
+# One function a kind, so that the kind is a constant in it: chosen at run time, it costs more than the product.
+@jit()
+def _multiply_table(*arguments: Any) -> None:
+    _multiply(TABLE, arguments)
+
+
+@jit()
+def _decode_table(*arguments: Any) -> None:
+    _decode(TABLE, arguments)
+
+
+def _step_table(a: Any, begin: int, end: int) -> None:
+    _step(TABLE, a, begin, end)
+
+
+@jit()
+def _multiply_nibble(*arguments: Any) -> None:
+    _multiply(NIBBLE, arguments)
+
+
+@jit()
+def _decode_nibble(*arguments: Any) -> None:
+    _decode(NIBBLE, arguments)
+
+
+def _step_nibble(a: Any, begin: int, end: int) -> None:
+    _step(NIBBLE, a, begin, end)
+
+
+@jit()
+def _multiply_byte(*arguments: Any) -> None:
+    _multiply(BYTE, arguments)
+
+
+@jit()
+def _decode_byte(*arguments: Any) -> None:
+    _decode(BYTE, arguments)
+
+
+def _step_byte(a: Any, begin: int, end: int) -> None:
+    _step(BYTE, a, begin, end)
+
+
+@jit()
+def _multiply_six(*arguments: Any) -> None:
+    _multiply(SIX, arguments)
+
+
+@jit()
+def _decode_six(*arguments: Any) -> None:
+    _decode(SIX, arguments)
+
+
+def _step_six(a: Any, begin: int, end: int) -> None:
+    _step(SIX, a, begin, end)
+
+
+@jit()
+def _multiply_byte16(*arguments: Any) -> None:
+    _multiply(BYTE16, arguments)
+
+
+@jit()
+def _decode_byte16(*arguments: Any) -> None:
+    _decode(BYTE16, arguments)
+
+
+def _step_byte16(a: Any, begin: int, end: int) -> None:
+    _step(BYTE16, a, begin, end)
+
+
+# arguments of :func:`_multiply` without the kind
+MULTIPLY = {
+    TABLE: _multiply_table,
+    NIBBLE: _multiply_nibble,
+    BYTE: _multiply_byte,
+    SIX: _multiply_six,
+    BYTE16: _multiply_byte16,
+}
+# arguments of :func:`_decode` without the kind
+DECODE = {
+    TABLE: _decode_table,
+    NIBBLE: _decode_nibble,
+    BYTE: _decode_byte,
+    SIX: _decode_six,
+    BYTE16: _decode_byte16,
+}
+# arguments: :func:`_step`
+STEP = {TABLE: _step_table, NIBBLE: _step_nibble, BYTE: _step_byte, SIX: _step_six, BYTE16: _step_byte16}

@@ -148,7 +148,8 @@ def multiply_rows(
         simd.prefetch(planes, (o + 16) * 32)
         low, high = simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
         one = simd.zero_floats()
-        sums[:] = 0
+        if tokens > 1:
+            sums[:] = 0
         for g in range(groups):
             at = (o * groups + g) * 64
             simd.prefetch(codes, at + simd.AHEAD)

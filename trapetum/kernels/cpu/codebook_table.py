@@ -56,7 +56,8 @@ def multiply_rows(
     for o in range(begin, end):
         first, row = o * entries, o * count
         a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
-        sums[:] = 0
+        if tokens > 1:
+            sums[:] = 0
         for i in range(0, whole, 32):
             simd.prefetch(codes, row + i + simd.AHEAD)
             w0 = simd.look_up_floats(table, first, codes, row + i)

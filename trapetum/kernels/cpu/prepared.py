@@ -66,7 +66,7 @@ class Activations:
         """(q int8, scales, quads) for :func:`ternary.multiply_rows`; ``precise``: two tokens for each."""
         key = (min(size, GROUP), precise)
         if key not in self._made:
-            block = GROUP if size >= GROUP else 32
+            block = min(size, GROUP)
             if precise:
                 words, scales = self._quantized(SPLIT_LIMIT, np.int16)
                 tokens, width = words.shape
@@ -286,16 +286,14 @@ class Blocks(Prepared):
     def multiply(self, form: Form, out: Floats, begin: int, end: int) -> None:
         """See :class:`Prepared`."""
         q, x_scales, sums = form
-        blocks.multiply_rows(
-            self.kind, self.table, self.codes, self.d, self.steps, self.dmin, self.mins,
+        blocks.MULTIPLY[self.kind](
+            self.table, self.codes, self.d, self.steps, self.dmin, self.mins,
             q, x_scales, sums, out, begin, end,
         )  # fmt: skip
 
     def decode(self, out: Floats, begin: int) -> None:
         """See :class:`Prepared`."""
-        blocks.decode_rows(
-            self.kind, self.table, self.codes, self.d, self.steps, self.dmin, self.mins, out, begin
-        )
+        blocks.DECODE[self.kind](self.table, self.codes, self.d, self.steps, self.dmin, self.mins, out, begin)
 
 
 class Dense(Prepared):

@@ -81,12 +81,42 @@ def _group_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], q
 
 
 @jit()
-def _block_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], quad: int) -> Any:
-    """Products of 32 weights that share a scale."""
+def _small_sum(
+    u: Any,
+    x: NDArray[np.int8],
+    at: int,
+    quads: NDArray[np.int32],
+    quad: int,
+    scales: NDArray[Any],
+    first: int,
+    size: int,
+) -> Any:
+    """Products of 128 weights in two blocks of 64 or four of 32, scaled."""
     none = simd.zero_bytes()
-    s = simd.load_bytes(x, at)
-    total = simd.dot_bytes(simd.load_ints(quads, quad), u, none, none, none, s, none, none, none)
-    return simd.to_floats(total)
+    s0, s1 = simd.load_bytes(x, at), simd.load_bytes(x, at + 32)
+    s2, s3 = simd.load_bytes(x, at + 64), simd.load_bytes(x, at + 96)
+    d0, d1 = simd.splat_floats(simd.scalar(scales, first)), simd.splat_floats(simd.scalar(scales, first + 1))
+    q0, q1 = simd.load_ints(quads, quad), simd.load_ints(quads, quad + 8)
+    if size == 64:
+        total = simd.to_floats(simd.dot_bytes(q0, u[0], u[1], none, none, s0, s1, none, none))
+        part = simd.to_floats(simd.dot_bytes(q1, u[2], u[3], none, none, s2, s3, none, none))
+        return simd.fma(part, d1, simd.multiply_floats(total, d0))
+    d2, d3 = (
+        simd.splat_floats(simd.scalar(scales, first + 2)),
+        simd.splat_floats(simd.scalar(scales, first + 3)),
+    )
+    q2, q3 = simd.load_ints(quads, quad + 16), simd.load_ints(quads, quad + 24)
+    total = simd.to_floats(simd.dot_bytes(q0, u[0], none, none, none, s0, none, none, none))
+    total = simd.multiply_floats(total, d0)
+    total = simd.fma(
+        simd.to_floats(simd.dot_bytes(q1, u[1], none, none, none, s1, none, none, none)), d1, total
+    )
+    total = simd.fma(
+        simd.to_floats(simd.dot_bytes(q2, u[2], none, none, none, s2, none, none, none)), d2, total
+    )
+    return simd.fma(
+        simd.to_floats(simd.dot_bytes(q3, u[3], none, none, none, s3, none, none, none)), d3, total
+    )
 
 
 @jit()
@@ -112,7 +142,7 @@ def multiply_rows(
     x, x_scales : ndarrays of int8 and float32
         From ``activations.quantize`` with BYTE_LIMIT, or ``activations.split``.
     quads : ndarray of int32
-        From ``activations.quad_sums`` for blocks of 128, or of 32 where ``size`` is smaller than 128.
+        From ``activations.quad_sums`` for blocks of ``min(size, 128)``.
     out : ndarray of float32, shape (tokens, rows)
         Written in these columns only.
     begin, end : int
@@ -123,7 +153,8 @@ def multiply_rows(
     sums = np.empty(tokens * 8, np.float32)
     for o in range(begin, end):
         one = simd.zero_floats()
-        sums[:] = 0
+        if tokens > 1:
+            sums[:] = 0
         for g in range(groups):
             at = (o * groups + g) * 32
             simd.prefetch(codes, at + simd.AHEAD)
@@ -140,22 +171,19 @@ def multiply_rows(
                         total = simd.fma(part, simd.splat_floats(scale * x_scales[m, g]), total)
                         simd.store_floats(sums, m * 8, total)
             else:
-                first = o * count + g * (GROUP // size)
-                step = 32 if size == 32 else 64
-                s0 = simd.splat_floats(simd.scalar(scales, first))
-                s1 = simd.splat_floats(simd.scalar(scales, first + 32 // step))
-                s2 = simd.splat_floats(simd.scalar(scales, first + 64 // step))
-                s3 = simd.splat_floats(simd.scalar(scales, first + 96 // step))
-                for m in range(tokens):
-                    base, quad = m * width + g * GROUP, (m * groups + g) * 32
-                    part = simd.multiply_floats(_block_sum(u[0], x, base, quads, quad), s0)
-                    part = simd.fma(_block_sum(u[1], x, base + 32, quads, quad + 8), s1, part)
-                    part = simd.fma(_block_sum(u[2], x, base + 64, quads, quad + 16), s2, part)
-                    part = simd.fma(_block_sum(u[3], x, base + 96, quads, quad + 24), s3, part)
-                    total = simd.load_floats(sums, m * 8)
-                    total = simd.fma(part, simd.splat_floats(x_scales[m, g]), total)
-                    simd.store_floats(sums, m * 8, total)
-        if tokens == 1 and size >= GROUP:
+                each = GROUP // size
+                first = o * count + g * each
+                if tokens == 1:
+                    part = _small_sum(u, x, g * GROUP, quads, g * each * 8, scales, first, size)
+                    one = simd.fma(part, simd.splat_floats(x_scales[0, g]), one)
+                else:
+                    for m in range(tokens):
+                        at, quad = m * width + g * GROUP, (m * groups + g) * each * 8
+                        part = _small_sum(u, x, at, quads, quad, scales, first, size)
+                        total = simd.load_floats(sums, m * 8)
+                        total = simd.fma(part, simd.splat_floats(x_scales[m, g]), total)
+                        simd.store_floats(sums, m * 8, total)
+        if tokens == 1:
             out[0, o] = simd.sum_floats(one)
         else:
             for m in range(tokens):
@@ -209,7 +237,7 @@ def decode_rows(
 def multiply_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: codes, float16 scales, rows, padded, scales a row, size, x, x_scales, quads, out."""
     rows, width, size = a[2], a[3], a[5]
-    block = GROUP if size >= GROUP else 32
+    block = min(size, GROUP)
     multiply_rows(
         array(a[0], np.uint8, (rows, width // 4)), array(a[1], np.uint16, (rows, a[4])), size,
         array(a[6], np.int8, (1, width)), array(a[7], np.float32, (1, width // GROUP)),
