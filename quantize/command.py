@@ -16,7 +16,12 @@ DEFAULT_SHARD = 5_000_000_000
 _OPTIONS = ("scheme", "bits", "effort", "levels", "group_size", "seed")
 
 
-def quantize_command(recipe: Recipe, source: Mapping[str, Any], max_shard_size: int = DEFAULT_SHARD) -> str:
+def quantize_command(
+    recipe: Recipe,
+    source: Mapping[str, Any],
+    max_shard_size: int = DEFAULT_SHARD,
+    calibration: Mapping[str, Any] | None = None,
+) -> str:
     """One line for a shell.
 
     Parameters
@@ -27,6 +32,8 @@ def quantize_command(recipe: Recipe, source: Mapping[str, Any], max_shard_size: 
         What the manifest says of the source.
     max_shard_size : int
         In bytes.
+    calibration : mapping, optional
+        What the manifest says of it: the name of a text with ``tokens``, or of an importance file.
 
     Examples
     --------
@@ -37,6 +44,10 @@ def quantize_command(recipe: Recipe, source: Mapping[str, Any], max_shard_size: 
     if "commit" in source:
         words += ["--revision", str(source["commit"])]
     words += _recipe_words(recipe)
+    if calibration is not None and "tokens" in calibration:
+        words += ["--calibrate", str(calibration["file"]), "--calib-tokens", str(calibration["tokens"])]
+    elif calibration is not None:
+        words += ["--imatrix", str(calibration["file"])]
     if max_shard_size != DEFAULT_SHARD:
         words += ["--max-shard-size", str(max_shard_size)]
     return shlex.join(words)

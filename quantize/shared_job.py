@@ -160,6 +160,11 @@ def _assemble(folder: Path, source: str | Path | None, mixed_cpus: bool, progres
     stored = Journal(folder).read()
     if stored is None:
         raise OutputError(f"{folder}: no part has begun here yet", hint="Run the parts first.")
+    if "calibration" in stored["identity"]:
+        raise OutputError(
+            f"{folder}: holds a job with calibration, which is not run in parts",
+            hint="Give its own quantize command again: it goes on where it stopped.",
+        )
     with reopen_plan(folder, stored, source) as plan:
         made = _all_parts(folder, plan, progress)
         identity = stored["identity"]

@@ -312,11 +312,13 @@ def _card(
     source = {**manifest["source"], **({} if base_model is None else {"repo": base_model})}
     lines = [text.rstrip("\n"), ""]
     try:
-        command = quantize_command(resolve_recipe(manifest["recipe"]), source)
+        command = quantize_command(
+            resolve_recipe(manifest["recipe"]), source, calibration=manifest.get("calibration")
+        )
     except RecipeError:  # of another version of the tool
         command = "trapetum quantize MODEL --recipe recipe.json"
     lines += ["## Made with", "", "```", f"# trapetum {manifest['tool_version']}", command, "```"]
-    if command.endswith("recipe.json"):
+    if "--recipe recipe.json" in command:
         lines += ["", f"`recipe.json` is the value of `recipe` in `{MANIFEST}`."]
     rows = [row for file in quality for row in _measured(Path(file))]
     if rows:

@@ -52,3 +52,13 @@ def test_rules_of_ones_own_need_their_file() -> None:
     recipe = resolve_recipe({"bits": 4, "rules": [{"role": "attention", "bits": 8}]})
     command = quantize_command(recipe, {"name": "my model"}, max_shard_size=10**9)
     assert command == "trapetum quantize 'my model' --recipe recipe.json --max-shard-size 1000000000"
+
+
+def test_calibration_is_named() -> None:
+    recipe = resolve_recipe(bits=3)
+    text = quantize_command(
+        recipe, {"name": "m"}, calibration={"file": "a.txt", "sha256": "0", "tokens": 512}
+    )
+    assert text == "trapetum quantize m --recipe 3bit --calibrate a.txt --calib-tokens 512"
+    file = quantize_command(recipe, {"name": "m"}, calibration={"file": "m.gguf", "sha256": "0"})
+    assert file == "trapetum quantize m --recipe 3bit --imatrix m.gguf"

@@ -171,6 +171,17 @@ def test_other_settings_and_other_sources_are_refused(
     assert identity(out) == whole
 
 
+def test_a_job_with_calibration_is_not_merged(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    part(model, out, "1/2")
+    journal = out / ".trapetum" / "job.json"
+    stored = json.loads(journal.read_text())
+    stored["identity"]["calibration"] = {"file": "a.txt", "sha256": "0" * 64, "tokens": 512}
+    journal.write_text(json.dumps(stored))
+    with pytest.raises(OutputError, match="holds a job with calibration"):
+        merge_parts(out)
+
+
 def test_nothing_begun_leaves_nothing(model: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
     import numpy as np
 
