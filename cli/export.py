@@ -61,7 +61,8 @@ def export(
     format: Annotated[
         str,
         format_option(
-            "--format", help="cbk: a .cbk file; hf: a dense Hugging Face folder; gguf: for llama.cpp."
+            "--format",
+            help="cbk: a .cbk file; hf: a dense Hugging Face folder; gguf: for llama.cpp; planes: for GPU kernels.",
         ),
     ],
     out: Annotated[
@@ -94,6 +95,9 @@ def export(
         ),
     ] = None,
     max_shard_size: ShardSize = 5 * 10**9,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="planes: q, k, v and gate, up as one matrix each.")
+    ] = False,
     threads: Threads = None,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -113,6 +117,7 @@ def export(
         dtype=dtype,
         gguf_type=gguf_type,
         max_shard_size=max_shard_size,
+        fuse=fuse,
         overwrite=overwrite,
         threads=threads,
     ) as plan:

@@ -41,6 +41,7 @@ FORMATS: dict[str, ExportFormat] = {
     "cbk": ExportFormat("trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks"),
     "hf": ExportFormat("trapetum.export.hf", "plan_hf", "a dense Hugging Face folder"),
     "gguf": ExportFormat("trapetum.export.gguf_plan", "plan_gguf", "a GGUF file that llama.cpp loads"),
+    "planes": ExportFormat("trapetum.export.planes", "plan_planes", "ternary planes for GPU kernels"),
 }
 
 
@@ -54,6 +55,7 @@ def plan_export(
     dtype: str | None = None,
     gguf_type: str | None = None,
     max_shard_size: int = 5 << 30,
+    fuse: bool = False,
     overwrite: bool = False,
     threads: int | None = None,
 ) -> Iterator[ExportPlan]:
@@ -84,7 +86,7 @@ def plan_export(
             )
         values = stack.enter_context(open_source(source)) if source is not None else None
         request = ExportRequest(
-            opened, Path(out), values, dtype, gguf_type, max_shard_size, overwrite, threads
+            opened, Path(out), values, dtype, gguf_type, max_shard_size, fuse, overwrite, threads
         )
         yield getattr(import_module(chosen.module), chosen.function)(request)
 
@@ -98,6 +100,7 @@ def export_artifact(
     dtype: str | None = None,
     gguf_type: str | None = None,
     max_shard_size: int = 5 << 30,
+    fuse: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
@@ -121,6 +124,8 @@ def export_artifact(
         ``gguf``: a type such as ``PQ2_0``, ``Q4_K`` or ``F16``; ``auto`` by default (see ``export.gguf_types``).
     max_shard_size : int
         ``hf``, ``gguf``: most data bytes a file.
+    fuse : bool
+        ``planes``: lay q, k, v and gate, up out as one matrix each, concatenated by rows.
     overwrite : bool
         Replace an earlier export.
     dry_run : bool
@@ -151,6 +156,7 @@ def export_artifact(
         dtype=dtype,
         gguf_type=gguf_type,
         max_shard_size=max_shard_size,
+        fuse=fuse,
         overwrite=overwrite,
         threads=threads,
     ) as plan:

@@ -44,6 +44,8 @@ class ExportRequest:
         ``gguf``: ``auto`` (the default) or a type.
     max_shard_size : int
         Bytes of a shard.
+    fuse : bool
+        ``planes``: lay matrices that read one activation out as one.
     overwrite : bool
     threads : int, optional
         All that the process may use by default.
@@ -55,6 +57,7 @@ class ExportRequest:
     dtype: str | None = None
     gguf_type: str | None = None
     max_shard_size: int = 5 << 30
+    fuse: bool = False
     overwrite: bool = False
     threads: int | None = None
 

@@ -24,7 +24,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,9 +35,10 @@ from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import FormatError
 from trapetum.formats.atomic import write_atomic
 from trapetum.formats.safetensors import SafetensorsFile
-from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter, aligned_order
+from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter, aligned_order, file_size
 from trapetum.formats.strict_json import parse_json, shown
 from trapetum.packing import pack_bits, unpack_bits
+from trapetum.rotation import ROTATION_KEY, HadamardRotation
 from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "MANIFEST",
     "PlanesEntry",
     "PlanesFile",
+    "PlanesLayout",
     "PlanesPart",
     "blocks_to_planes",
     "planes_to_blocks",
@@ -198,11 +200,54 @@ class PlanesEntry:
         }
 
 
+@dataclass(frozen=True)
+class PlanesLayout:
+    """What a planes file will hold; its size is exact before any data exists.
+
+    Parameters
+    ----------
+    entries : tuple of PlanesEntry
+    dense : mapping of str to (dtype, shape)
+        Tensors that lie beside the planes as they are.
+    rotation : HadamardRotation, optional
+        Folded into the entries that name one.
+    """
+
+    entries: tuple[PlanesEntry, ...]
+    dense: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]] = field(default_factory=dict)
+    rotation: HadamardRotation | None = None
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of the container."""
+        described = {entry.name: entry.describe() for entry in self.entries}
+        head = {
+            "layout": LAYOUT,
+            "version": str(VERSION),
+            "format": "pt",
+            "planes": json.dumps(described),
+        }
+        return head | ({"rotation": json.dumps(self.rotation.to_json())} if self.rotation else {})
+
+    @property
+    def stored(self) -> list[Entry]:
+        """Tensors of the container, in the order of their data."""
+        planes = [
+            Entry(e.name, np.dtype(np.uint8), (e.rows, _BLOCK.row_bytes(e.in_features))) for e in self.entries
+        ]
+        return aligned_order([*planes, *(Entry(n, dtype, shape) for n, (dtype, shape) in self.dense.items())])
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return file_size(self.stored, self.metadata)
+
+
 def write_planes(
     path: str | Path,
-    entries: Sequence[PlanesEntry],
+    layout: PlanesLayout,
     load: Callable[[str], QuantizedTensor],
-    dense: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]] | None = None,
+    wrote: Callable[[str], object] = lambda name: None,
 ) -> Path:
     """Write a planes file and ``planes.json`` beside it; one tensor is in memory at a time.
 
@@ -210,11 +255,11 @@ def write_planes(
     ----------
     path : path
         The ``.safetensors`` file.
-    entries : sequence of PlanesEntry
+    layout : PlanesLayout
     load : callable
         Name of a weight -> its tensor: a ``TernaryTensor`` for a part, a ``DenseTensor`` for ``dense``.
-    dense : mapping of str to (dtype, shape), optional
-        Tensors that are kept as they are.
+    wrote : callable, optional
+        Told the name of each weight that is written.
 
     Returns
     -------
@@ -227,34 +272,32 @@ def write_planes(
         If a part is not ternary or does not fit the layout; names the tensor.
     """
     path = Path(path)
-    for entry in entries:
+    for entry in layout.entries:
         for part in entry.parts:
             if matrix_shape(part.shape)[1] % GROUP_SIZE:
                 raise FormatError(
                     f"{path}: tensor {shown(part.name)} has rows of {matrix_shape(part.shape)[1]} weights; "
                     f"{LAYOUT} needs a multiple of {GROUP_SIZE}"
                 )
-    described = {entry.name: entry.describe() for entry in entries}
-    head = {"layout": LAYOUT, "version": str(VERSION), "format": "pt", "planes": json.dumps(described)}
-    stored = [
-        Entry(e.name, np.dtype(np.uint8), (e.rows, _BLOCK.row_bytes(e.in_features))) for e in entries
-    ] + [Entry(name, dtype, shape) for name, (dtype, shape) in (dense or {}).items()]
     digests = {}
-    with SafetensorsWriter(path, aligned_order(stored), head) as writer:
-        for entry in entries:
+    with SafetensorsWriter(path, layout.stored, layout.metadata) as writer:
+        for entry in layout.entries:
             planes = tensor_planes([_ternary(load(part.name), part, path) for part in entry.parts])
             digests[entry.name] = hashlib.sha256(planes.data).hexdigest()
             writer.write(entry.name, planes)
-        for name in dense or {}:
+            for part in entry.parts:
+                wrote(part.name)
+        for name in layout.dense:
             tensor = load(name)
             if not isinstance(tensor, DenseTensor):
                 raise FormatError(f"{path}: tensor {shown(name)} is {tensor.layout}, not dense")
             writer.write(name, tensor.values)
+            wrote(name)
     manifest = {
         "layout": LAYOUT,
         "version": VERSION,
         "file": path.name,
-        "tensors": {name: {**entry, "sha256": digests[name]} for name, entry in described.items()},
+        "tensors": {e.name: {**e.describe(), "sha256": digests[e.name]} for e in layout.entries},
     }
     target = path.with_name(MANIFEST)
     write_atomic(target, (json.dumps(manifest, indent=2) + "\n").encode())
@@ -279,11 +322,19 @@ class PlanesFile:
     path : Path
     entries : dict of str to PlanesEntry
         By name in the file.
+    rotation : HadamardRotation or None
+        Folded into the weights for which :meth:`rotation_of` gives it.
     """
 
-    def __init__(self, file: SafetensorsFile, entries: Iterable[PlanesEntry]) -> None:
+    def __init__(
+        self,
+        file: SafetensorsFile,
+        entries: Iterable[PlanesEntry],
+        rotation: HadamardRotation | None = None,
+    ) -> None:
         self._file = file
         self.path = file.path
+        self.rotation = rotation
         self.entries = {entry.name: entry for entry in entries}
         self._where: dict[str, tuple[PlanesEntry, int]] = {}
         for entry in self.entries.values():
@@ -313,7 +364,8 @@ class PlanesFile:
             described = parse_json(
                 file.metadata.get("planes", "").encode(), f"{file.path}: metadata key planes"
             )
-            return cls(file, _check(described, file))
+            entries = _check(described, file)
+            return cls(file, entries, _rotation(file, entries))
         except BaseException:
             file.close()
             raise
@@ -321,6 +373,12 @@ class PlanesFile:
     def names(self) -> list[str]:
         """Names of all weights: the parts of the planes tensors, then the dense ones."""
         return [*self._where, *self._dense]
+
+    def rotation_of(self, name: str) -> HadamardRotation | None:
+        """The rotation that is folded into a weight; :meth:`load` gives the weights as stored, rotated."""
+        if name not in self._where or self._where[name][0].rotation is None:
+            return None
+        return self.rotation
 
     def raw(self, name: str, rows: slice | None = None) -> NDArray[np.uint8]:
         """The bytes of a planes tensor, uint8 (N, K/128 * 34).
@@ -367,6 +425,26 @@ class PlanesFile:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _rotation(file: SafetensorsFile, entries: Sequence[PlanesEntry]) -> HadamardRotation | None:
+    """The rotation of the metadata; every rotated tensor must find its signs there."""
+    rotated = [e for e in entries if e.rotation is not None]
+    stated = file.metadata.get("rotation")
+    rotation = None
+    if stated is not None:
+        try:
+            value = parse_json(stated.encode(), f"{file.path}: metadata key rotation")
+            rotation = HadamardRotation.from_json(value)
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise FormatError(f"{file.path}: rotation is not usable: {problem}") from None
+    for entry in rotated:
+        if rotation is None or entry.rotation != ROTATION_KEY or entry.in_features not in rotation.signs:
+            raise FormatError(
+                f"{file.path}: planes tensor {shown(entry.name)} is rotated ({shown(entry.rotation)}) and the file has "
+                f"no signs for its rows of {entry.in_features} weights"
+            )
+    return rotation
 
 
 def _check(described: Any, file: SafetensorsFile) -> list[PlanesEntry]:

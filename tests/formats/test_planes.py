@@ -16,6 +16,7 @@ from trapetum.errors import CheckpointError, FormatError
 from trapetum.formats.planes import (
     PlanesEntry,
     PlanesFile,
+    PlanesLayout,
     PlanesPart,
     blocks_to_planes,
     planes_to_blocks,
@@ -117,7 +118,9 @@ DENSE = {"norm.weight": (np.dtype(ml_dtypes.bfloat16), (256,))}
 
 def test_file_and_manifest(tmp_path: Path) -> None:
     path = tmp_path / "planes.safetensors"
-    manifest = json.loads(write_planes(path, ENTRIES, WEIGHTS.__getitem__, DENSE).read_text())
+    manifest = json.loads(
+        write_planes(path, PlanesLayout(tuple(ENTRIES), DENSE), WEIGHTS.__getitem__).read_text()
+    )
     assert (manifest["layout"], manifest["version"], manifest["file"]) == ("planes-v1", 1, path.name)
     described = manifest["tensors"]["l.qk"]
     assert (described["N"], described["K"], described["group"]) == (12, 256, 128)
@@ -137,7 +140,7 @@ def test_file_and_manifest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", ["", "planes.safetensors"])
 def test_a_planes_folder_is_a_model(tmp_path: Path, named: str) -> None:
-    write_planes(tmp_path / "planes.safetensors", ENTRIES, WEIGHTS.__getitem__, DENSE)
+    write_planes(tmp_path / "planes.safetensors", PlanesLayout(tuple(ENTRIES), DENSE), WEIGHTS.__getitem__)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.json").write_text("{}")
     with open_source(tmp_path / named) as source:
@@ -164,7 +167,7 @@ def test_a_planes_folder_is_a_model(tmp_path: Path, named: str) -> None:
 
 def test_the_reference_reader_reads_the_file(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors")
-    write_planes(tmp_path / "p.safetensors", ENTRIES, WEIGHTS.__getitem__)
+    write_planes(tmp_path / "p.safetensors", PlanesLayout(tuple(ENTRIES)), WEIGHTS.__getitem__)
     with safetensors.safe_open(tmp_path / "p.safetensors", "np") as file:
         assert file.metadata()["layout"] == "planes-v1"
         found = file.get_tensor("l.down.weight")
@@ -178,12 +181,12 @@ def test_the_writer_names_what_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "p.safetensors"
     narrow = PlanesEntry("n", (PlanesPart("n", (4, 192)),))
     with pytest.raises(FormatError, match="'n' has rows of 192 weights; planes-v1 needs a multiple of 128"):
-        write_planes(path, [narrow], WEIGHTS.__getitem__)
+        write_planes(path, PlanesLayout((narrow,)), WEIGHTS.__getitem__)
     entry = PlanesEntry("n", (PlanesPart("n", (4, 128)),))
     codebook = CodebookTensor(np.zeros((4, 128), np.uint8), np.zeros((4, 16), np.float16))
     for tensor, message in [(codebook, "'n' is codebook"), (ternary(5, 128), "has shape")]:
         with pytest.raises(FormatError, match=message):
-            write_planes(path, [entry], {"n": tensor}.__getitem__)
+            write_planes(path, PlanesLayout((entry,)), {"n": tensor}.__getitem__)
     assert list(tmp_path.iterdir()) == []
 
 
