@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -195,7 +196,10 @@ class GgufCheckpoint:
         )
         said = []
         if types:
-            counts = ", ".join(f"{kind} ({count} tensors)" for kind, count in types.most_common())
+            counts = ", ".join(
+                f"{kind} ({count} {'tensor' if count == 1 else 'tensors'})"
+                for kind, count in types.most_common()
+            )
             said.append(f"{self.path.name}: weights are dequantized from {counts}; what that lost stays lost")
         if self._rotated:
             said.append(
@@ -206,12 +210,15 @@ class GgufCheckpoint:
 
     def _write_card(self) -> None:
         """README.md with what the metadata say of the licence, where a model folder has it too."""
-        said = {key: self.source.metadata.get(name) for name, key in _CARD.items()}
-        lines = [f"{key}: {json.dumps(v, ensure_ascii=False)}" for key, v in said.items() if _plain(v)]
+        said = {key: _plain(self.source.metadata.get(name)) for name, key in _CARD.items()}
+        lines = [f"{key}: {json.dumps(v, ensure_ascii=False)}" for key, v in said.items() if v]
         text = "\n".join(["---", *lines, "---", ""])
         (self.folder / "README.md").write_bytes(text.encode("utf-8", "replace"))
 
 
-def _plain(value: object) -> bool:
-    """Whether a model card can say it: text, or a list of texts."""
-    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+def _plain(value: object) -> str | list[str] | None:
+    """What a model card can say: text, or a list of texts."""
+    if isinstance(value, str):
+        return value
+    texts = list(value) if isinstance(value, Sequence) else []
+    return texts if all(isinstance(text, str) for text in texts) else None
