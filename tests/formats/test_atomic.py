@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,3 +218,26 @@ def test_the_output_is_never_the_input(tmp_path: Path) -> None:
         refuse_overlap(output, [source])
     with pytest.raises(OutputError, match="same file"):
         refuse_overlap(tmp_path / "hard", [source / "w.safetensors"])
+
+
+def test_shared_holders_keep_out_who_wants_the_folder_alone(tmp_path: Path) -> None:
+    with FolderLock(tmp_path, shared=True), FolderLock(tmp_path, shared=True):
+        with pytest.raises(OutputError, match="in use by another"), FolderLock(tmp_path):
+            pass
+    with FolderLock(tmp_path), pytest.raises(OutputError), FolderLock(tmp_path, shared=True):
+        pass
+
+
+def test_waiting_names_the_holder_and_goes_on_when_it_is_gone(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path, "begin.lock")
+    first.__enter__()
+    said: list[str] = []
+
+    def told(text: str) -> None:
+        said.append(text)
+        threading.Timer(0.2, first.release).start()
+
+    with FolderLock(tmp_path, "begin.lock", wait=told):
+        assert first._fd is None
+    assert len(said) == 1
+    assert f"process {os.getpid()}" in said[0]
