@@ -148,10 +148,15 @@ class Artifact:
             If there is no such tensor, its bytes cannot be read, or a code has no codebook entry.
         """
         record = self._record(name)
-        arrays = {s: self._where[e.name].read(e.name, rows) for s, e in record.arrays.items()}
+        shared = LAYOUTS[record.layout].shared
+        arrays = {
+            s: self._where[e.name].read(e.name, None if s in shared else rows)
+            for s, e in record.arrays.items()
+        }
         shape = record.shape
-        if rows is not None:  # all arrays of the known layouts have one row a weight row
-            shape = (next(iter(arrays.values())).shape[0], record.shape[-1] if record.shape else 1)
+        if rows is not None:  # every array but shared ones has one row a weight row
+            count = next(a.shape[0] for s, a in arrays.items() if s not in shared)
+            shape = (count, record.shape[-1] if record.shape else 1)
         try:
             return LAYOUTS[record.layout].from_arrays(arrays, shape, record.params)
         except ValueError as error:
@@ -171,8 +176,10 @@ class Artifact:
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop mapped pages of a tensor or of some of its rows."""
-        for entry in self._record(name).arrays.values():
-            self._where[entry.name].release(entry.name, rows)
+        record = self._record(name)
+        for suffix, entry in record.arrays.items():
+            if rows is None or suffix not in LAYOUTS[record.layout].shared:
+                self._where[entry.name].release(entry.name, rows)
 
     def tokenizer_file(self) -> Path | None:
         """tokenizer.json, where there is one."""

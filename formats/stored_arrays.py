@@ -1,7 +1,8 @@
 """Which arrays each layout stores, under which names, of which dtype and shape.
 
-A tensor NAME is stored as arrays ``NAME.suffix`` (suffix ``""``: NAME itself). All arrays of all layouts
-here have one row for each row of the weight's matrix form: a block of rows is that block of each array.
+A tensor NAME is stored as arrays ``NAME.suffix`` (suffix ``""``: NAME itself). Every array has one row for each row
+of the weight's matrix form, so that a block of rows is that block of each array; but for those that serve all rows
+(``QuantizedTensor.shared``: additive codebooks).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from trapetum.formats.safetensors_writer import Entry
 from trapetum.formats.strict_json import shown
 from trapetum.packing import packed_row_bytes
 from trapetum.tensors import matrix_shape
+from trapetum.tensors.additive import ENTRIES, GROUP, MAX_CODEBOOKS
 
 __all__ = ["Arrays", "Rule", "array_rule", "stored_entries"]
 
@@ -84,11 +86,26 @@ def _block_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> Rule:
     return {"blocks": (("U8",), (rows, block.row_bytes(in_features)))}
 
 
+def _additive_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> Rule:
+    count = params.get("num_codebooks")
+    if type(count) is not int or not 1 <= count <= MAX_CODEBOOKS:
+        raise FormatError(f"num_codebooks is {shown(count)}; 1 to {MAX_CODEBOOKS} are allowed")
+    rows, in_features = matrix_shape(shape)
+    if in_features % GROUP:
+        raise FormatError(f"rows of {in_features} are not whole groups of {GROUP}")
+    return {
+        "codes": (("U8",), (rows, in_features // GROUP * count)),
+        "codebooks": (("F16", "F32"), (count, ENTRIES, GROUP)),
+        "scales": (("F16", "F32"), (rows, 1)),
+    }
+
+
 _LAYOUTS: dict[str, Callable[[tuple[int, ...], Mapping[str, Any]], Rule]] = {
     "dense": _dense_arrays,
     "codebook": _codebook_arrays,
     "ternary": _ternary_arrays,
     "blocks": _block_arrays,
+    "additive": _additive_arrays,
 }
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from trapetum.tensors.base import QuantizedTensor, matrix_shape
 
-__all__ = ["ENTRIES", "GROUP", "AdditiveTensor"]
+__all__ = ["ENTRIES", "GROUP", "MAX_CODEBOOKS", "AdditiveTensor"]
 
-ENTRIES, GROUP = 256, 8
+ENTRIES, GROUP, MAX_CODEBOOKS = 256, 8, 8
 _FLOATS = (np.float16, np.float32)
 
 
@@ -41,7 +41,7 @@ class AdditiveTensor(QuantizedTensor):
 
     Examples
     --------
-    >>> books = np.arange(2 * 256 * 8, dtype=np.float16).reshape(2, 256, 8)
+    >>> books = np.arange(2 * 256 * 8, dtype=np.float32).reshape(2, 256, 8)
     >>> t = AdditiveTensor(np.array([[[1]], [[0]]], np.uint8), books, np.array([0.5], np.float16))
     >>> t.dequantize()[0, :2].tolist(), t.shape
     ([1028.0, 1029.0], (1, 8))
@@ -58,9 +58,10 @@ class AdditiveTensor(QuantizedTensor):
         if self.codes.ndim != 3 or self.codes.dtype != np.uint8:
             raise ValueError("codes must be uint8 [num_codebooks, in_features / 8, rows]")
         count, groups, rows = self.codes.shape
-        if self.codebooks.shape != (count, ENTRIES, GROUP) or not count:
+        if self.codebooks.shape != (count, ENTRIES, GROUP) or not 1 <= count <= MAX_CODEBOOKS:
             raise ValueError(
-                f"codebooks have shape {self.codebooks.shape}; [{max(count, 1)}, {ENTRIES}, {GROUP}] expected"
+                f"codebooks have shape {self.codebooks.shape} for {count} codes a group; "
+                f"[1 to {MAX_CODEBOOKS}, {ENTRIES}, {GROUP}] expected"
             )
         if self.scales.shape != (rows,):
             raise ValueError(f"scales have shape {self.scales.shape} for {rows} rows of codes")

@@ -69,6 +69,8 @@ def prepare(tensor: QuantizedTensor, *, precise: bool = False, expand: bool = Fa
             return Ternary(tensor.codes, tensor.scales, precise=precise)
     elif isinstance(tensor, AdditiveTensor):
         return Additive(tensor.codes, tensor.codebooks, tensor.scales)
+    elif isinstance(tensor, AdditiveTensor):
+        return Additive(tensor.codes, tensor.codebooks, tensor.scales)
     elif isinstance(tensor, BlockTensor):
         if tensor.type in _TWO_BITS:
             return _two_bits(tensor, precise)
