@@ -332,7 +332,7 @@ def _decode(kind: int, arguments: Any) -> None:
     each = 256 // size
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
     scales, offsets = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
-    line = np.empty(GROUP, np.float32)
+    flat, rest = out.reshape(-1), np.empty(GROUP, np.float32)
     for r in range(rows):
         o = begin + r
         _row_scales(d, steps, each, o, blocks, scales, 0)
@@ -342,12 +342,15 @@ def _decode(kind: int, arguments: Any) -> None:
             w = _words(kind, low, high, codes, (o * groups + g) * stride)
             first, step = g * GROUP // size, 32 // size  # block of the first weight; blocks in 32 weights
             half = step // 2  # 1 where a block is 16 weights
+            whole = (g + 1) * GROUP <= count
+            target, to = (flat, r * count + g * GROUP) if whole else (rest, 0)
             for k, pair in enumerate(((w[0], w[1]), (w[2], w[3]), (w[4], w[5]), (w[6], w[7]))):
                 b = first + k * step
-                _store(pair[0], _scale(scales, b), _scale(offsets, b), line, k * 32)
-                _store(pair[1], _scale(scales, b + half), _scale(offsets, b + half), line, k * 32 + 16)
-            for i in range(g * GROUP, min((g + 1) * GROUP, count)):
-                out[r, i] = line[i - g * GROUP]
+                _store(pair[0], _scale(scales, b), _scale(offsets, b), target, to + k * 32)
+                _store(pair[1], _scale(scales, b + half), _scale(offsets, b + half), target, to + k * 32 + 16)
+            if not whole:
+                for i in range(g * GROUP, count):
+                    out[r, i] = rest[i - g * GROUP]
 
 
 @jit()
