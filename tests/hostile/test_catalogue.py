@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,24 +11,14 @@ import pytest
 from trapetum.errors import TrapetumError
 from trapetum.formats.checkpoint import Checkpoint
 
-GROUPS = ["open_0", "open_10", "open_11", "open_12", "open_23", "open_28", "open_29"]
-
-
-@pytest.fixture(scope="module")
-def catalogue(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("catalogue")
-    script = shared / "cases" / "make_all.py"
-    subprocess.run(
-        [sys.executable, "-B", str(script), str(out), *GROUPS], check=True, stdout=subprocess.DEVNULL
-    )
-    return out
+GROUPS = ("open_0", "open_10", "open_11", "open_12", "open_23", "open_28", "open_29")
 
 
 @pytest.mark.slow
 def test_verdicts_and_values(catalogue: Path) -> None:
     seen = {"accept": 0, "reject": 0, "either": 0}
     wrong = []
-    for case in sorted(catalogue.iterdir()):
+    for case in sorted(p for p in catalogue.iterdir() if p.name.startswith(GROUPS)):
         expected = json.loads((case / "expected.json").read_text(encoding="utf-8"))
         verdict, mentions = expected["verdict"], expected.get("must_mention", [])
         seen[verdict] += 1

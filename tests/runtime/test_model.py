@@ -105,6 +105,8 @@ def test_refused_ids(memory_source: Sources) -> None:
     model = Model(memory_source())
     with pytest.raises(RecipeError, match="no token ids"):
         model.logits([])
+    with pytest.raises(RecipeError, match=r"shape \[1, 2\]; one sequence"):
+        model.logits([[1, 2]])
     with pytest.raises(RecipeError, match="id 60 at position 1 is outside the vocabulary of 60"):
         model.logits([0, 60])
     with pytest.raises(RecipeError, match="id -1"):

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from trapetum.errors import CheckpointError, FormatError
+from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.atomic import WORK_FOLDER
 from trapetum.formats.manifest import MANIFEST, TensorRecord, parse_record
 from trapetum.formats.output_folder import PARTS
@@ -135,7 +135,10 @@ def _metadata(source: TensorSource) -> dict[str, Any]:
     """What a person wants to see of config, header and manifest: scalar values by name."""
     try:
         config = source.config
-    except CheckpointError:  # a bare weight file
+    except (
+        CheckpointError,
+        UnsupportedModelError,
+    ):  # a bare weight file, or a GGUF that is not a language model
         config = {}
     found: dict[str, Any] = {k: config[k] for k in _CONFIG_KEYS if k in config}
     packed = getattr(source, "packed_format", lambda: None)()

@@ -259,8 +259,10 @@ class Model:
     def check_ids(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.intp]:
         """Token ids as an array; see :meth:`logits` for the errors."""
         array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0:
+        if array.size == 0:
             raise RecipeError("there are no token ids: one sequence of at least one id is needed")
+        if array.ndim != 1:
+            raise RecipeError(f"token ids have the shape {list(array.shape)}; one sequence of ids is needed")
         if array.dtype.kind not in "iu":
             raise RecipeError(f"token ids are {array.dtype}; integers are needed")
         limit = self.embed.rows
