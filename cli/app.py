@@ -20,6 +20,7 @@ from trapetum.cli.batch import batch
 from trapetum.cli.compare import compare
 from trapetum.cli.env import env
 from trapetum.cli.export import export
+from trapetum.cli.imatrix import imatrix
 from trapetum.cli.inspect import inspect
 from trapetum.cli.merge import merge
 from trapetum.cli.perplexity import perplexity
@@ -36,6 +37,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     merge,
     batch,
     push,
+    imatrix,
     export,
     verify,
     inspect,

@@ -59,7 +59,7 @@ def _number(*allowed: int) -> Callable[[str], int]:
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a Hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf, or a Hub id.")],
     out: Annotated[
         Path | None,
         typer.Option(
@@ -81,7 +81,7 @@ def quantize(
             "--scheme",
             parse=_known_scheme,
             metavar="NAME",
-            help="kmeans, ternary, gguf:TYPE, or asis (take over ternary weights without loss).",
+            help="kmeans, ternary, gguf:TYPE, or asis (take over ternary weights and GGUF blocks without loss).",
         ),
     ] = None,
     levels: Annotated[
@@ -116,6 +116,22 @@ def quantize(
             help="fast, default or high.",
         ),
     ] = "default",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate", metavar="TEXT", help="Run the model over this text first: far less loss."
+        ),
+    ] = None,
+    calib_tokens: Annotated[
+        int | None,
+        option("--calib-tokens", parse=whole(1), metavar="N", help="Most tokens of it; 131072 by default."),
+    ] = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--imatrix", metavar="FILE", help="An importance matrix, or moments of `imatrix --hessian`."
+        ),
+    ] = None,
     threads: Threads = None,
     max_memory: Annotated[
         int | None,
@@ -206,6 +222,9 @@ def quantize(
         fallback=not no_fallback,
         recipe=recipe,
         effort=effort,
+        calibrate=calibrate,
+        calib_tokens=calib_tokens,
+        imatrix=imatrix,
         threads=threads,
         max_memory=max_memory,
         seed=seed,

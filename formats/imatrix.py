@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,6 @@ class InputStatistics(ABC):
     path: Path
     kind: str
     notes: list[str]
-    has_moments: ClassVar[bool] = False
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -111,6 +110,10 @@ class InputStatistics(ABC):
         FormatError
             If the file holds another number of values for this weight, or unusable ones.
         """
+
+    def shared(self, name: str) -> tuple[str, int] | None:
+        """(key of the input that a weight reads, tokens) where the file has its moment, else None."""
+        return None
 
     def moment(self, name: str, in_features: int) -> tuple[str, NDArray[np.float32], int] | None:
         """(key of the input, ``mean(x x^T)``, tokens) of a weight; None where the file has diagonals only."""
@@ -193,8 +196,6 @@ class ImatrixFile(InputStatistics):
 class MomentsFile(InputStatistics):
     """Our second moments; made by :func:`open_statistics`."""
 
-    has_moments = True
-
     def __init__(self, file: SafetensorsFile) -> None:
         self.path, self.kind, self.notes = Path(file.path), "moments", []
         self._file = file
@@ -227,11 +228,17 @@ class MomentsFile(InputStatistics):
         squares: NDArray[np.float32] = found[1].diagonal().copy()
         return squares
 
+    def shared(self, name: str) -> tuple[str, int] | None:
+        """See :meth:`InputStatistics.shared`."""
+        key = self._inputs.get(name)
+        return None if key is None or self._tokens[key] == 0 else (key, self._tokens[key])
+
     def moment(self, name: str, in_features: int) -> tuple[str, NDArray[np.float32], int] | None:
         """See :meth:`InputStatistics.moment`."""
-        key = self._inputs.get(name)
-        if key is None or self._tokens[key] == 0:
+        found = self.shared(name)
+        if found is None:
             return None
+        key, tokens = found
         info = self._file.tensors[key]
         if info.shape != (in_features, in_features) or info.dtype != np.float32:
             raise FormatError(
@@ -241,7 +248,7 @@ class MomentsFile(InputStatistics):
             )
         moment = self._file.read(key)
         _check(self.path, key, moment, moment.diagonal())
-        return key, moment, self._tokens[key]
+        return key, moment, tokens
 
     def close(self) -> None:
         """Close the file."""

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import RecipeError
-from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.quantize.hessian import Hessian
+from trapetum.quantize.scheme import Arrays, Importance, Scheme
 from trapetum.tensors import BlockTensor, matrix_shape
 
 __all__ = ["PREFIX", "Blocks", "BlocksAsIs"]
@@ -89,7 +90,7 @@ class Blocks(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
@@ -97,6 +98,8 @@ class Blocks(Scheme):
         """Search every block; deterministic, the seed is not used."""
         from trapetum.quantize.block_search import fit_blocks
 
+        if isinstance(importance, Hessian):
+            importance = importance.diagonal.astype(np.float32)
         return fit_blocks(weight, self.type, importance)
 
     @property
@@ -132,7 +135,7 @@ class BlocksAsIs(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,

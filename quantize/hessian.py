@@ -24,7 +24,9 @@ Source: J. Chee et al., "QuIP" (2023), section 3, for LDLQ and its equivalence w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -110,6 +112,9 @@ class Hessian:
 
     moment: NDArray[Any]
     tokens: int
+    _factors: dict[tuple[int, bool], Factor] = field(default_factory=dict, init=False, repr=False)
+    _damped: dict[bool, NDArray[np.float32]] = field(default_factory=dict, init=False, repr=False)
+    _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
         m = self.moment
@@ -132,6 +137,33 @@ class Hessian:
     def diagonal(self) -> NDArray[np.float64]:
         """Mean square of each input, float64 [in_features]."""
         return self.moment.diagonal().astype(np.float64)
+
+    @cached_property
+    def order(self) -> NDArray[np.intp]:
+        """Inputs by falling mean square: what matters most is coded first, while the rest can still make up for it."""
+        return np.argsort(-self.diagonal, kind="stable")
+
+    def shared(self, group: int = 1, *, ordered: bool = False) -> Factor:
+        """:meth:`factor` with the default damping, made once and kept: row blocks on many threads ask for it.
+
+        Parameters
+        ----------
+        group : int
+        ordered : bool
+            Whether in :attr:`order`.
+        """
+        with self._lock:
+            key = (group, ordered)
+            if key not in self._factors:
+                self._factors[key] = self.factor(group, order=self.order if ordered else None)
+            return self._factors[key]
+
+    def shared_damped(self, *, ordered: bool = False) -> NDArray[np.float32]:
+        """:meth:`damped` with the default damping as float32, made once and kept."""
+        with self._lock:
+            if ordered not in self._damped:
+                self._damped[ordered] = self.damped(order=self.order if ordered else None).astype(np.float32)
+            return self._damped[ordered]
 
     def damped(
         self, damping: float | None = None, order: NDArray[np.intp] | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import trapetum
 from trapetum.errors import OutputError, RecipeError
 from trapetum.formats.assemble import assemble, resume_assembly
 from trapetum.formats.atomic import WORK_FOLDER, FolderLock, refuse_overlap, require_space
+from trapetum.formats.imatrix import open_statistics
 from trapetum.formats.manifest import (
     INDEX,
     MANIFEST,
@@ -48,9 +49,11 @@ from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
 from trapetum.quantize.schemes import scheme_from_spec
 from trapetum.quantize.share import Share
+from trapetum.quantize.statistics import Calibration, Statistics
 from trapetum.quantize.stream import quantize_tensors
 from trapetum.quantize.survey import survey
 from trapetum.quantize.ternary import cost_note
+from trapetum.runtime.calibrate import TOKENS
 
 __all__ = ["Job", "Press", "companions", "leave_no_trace", "quantize_model", "surveyed"]
 
@@ -85,6 +88,9 @@ def quantize_model(
     workers: int | None = None,
     scheduler: str | None = None,
     mixed_cpus: bool = False,
+    calibrate: str | Path | None = None,
+    calib_tokens: int | None = None,
+    imatrix: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize a checkpoint into an artifact folder.
@@ -122,6 +128,13 @@ def quantize_model(
         Do the work on the Dask cluster at this address; its workers see ``model`` and ``out`` under the same paths.
     mixed_cpus : bool
         Accept tensors that were made on CPUs with different features.
+    calibrate : path-like, optional
+        A text of a few hundred kilobytes that the model is run over first: codes then make up for each other's errors
+        (``quantize.ldlq``).
+    calib_tokens : int, optional
+        Most tokens to take of it, 131,072 by default.
+    imatrix : path-like, optional
+        An importance matrix of llama.cpp, or second moments of ``trapetum imatrix --hessian``.
     progress : Progress, optional
 
     Returns
@@ -138,6 +151,12 @@ def quantize_model(
     if share is not None and share.count == 1:  # the whole
         share = None
     _check_routes(share, workers, scheduler, resume)
+    calibration = _calibration(calibrate, calib_tokens, imatrix)
+    if calibration is not None and (share is not None or workers is not None or scheduler is not None):
+        raise RecipeError(
+            "a job with calibration or an importance file is not spread over processes",
+            hint="Leave out part, workers and scheduler.",
+        )
     resolved = resolve_recipe(
         recipe,
         bits=bits,
@@ -160,10 +179,22 @@ def quantize_model(
         plan = make_plan(source, resolved, any_architecture=any_architecture)
         if (cost := cost_note(plan)) is not None:
             plan = replace(plan, notes=(*plan.notes, cost))
+        if imatrix is not None:
+            with open_statistics(imatrix) as file:  # what it does not fit is said before any work
+                plan = replace(plan, notes=(*plan.notes, *Statistics(file).notes(plan.rows)))
         budget = plan.budget(threads, max_memory)
         if dry_run:
             return _dry_run(plan, budget, folder, max_shard_size, share, progress)
-        job = Job(plan, folder, budget, max_shard_size, text_name(name), progress, mixed_cpus)
+        job = Job(
+            plan,
+            folder,
+            budget,
+            max_shard_size,
+            text_name(name),
+            progress,
+            mixed_cpus,
+            calibration=calibration,
+        )
         if share is not None:
             from trapetum.quantize.shared_job import run_share
 
@@ -173,6 +204,18 @@ def quantize_model(
 
             job.press = Cluster(scheduler, workers).press
         return job.run(resume=resume, overwrite=overwrite)
+
+
+def _calibration(
+    calibrate: str | Path | None, tokens: int | None, imatrix: str | Path | None
+) -> Calibration | None:
+    if calibrate is not None and imatrix is not None:
+        raise RecipeError("calibrate and imatrix exclude each other: each says what is known of the inputs")
+    if tokens is not None and (calibrate is None or tokens < 1):
+        raise RecipeError(f"calib_tokens is {tokens}; it takes a positive number, and goes with calibrate")
+    if calibrate is not None:
+        return Calibration(Path(calibrate), tokens or TOKENS)
+    return None if imatrix is None else Calibration(Path(imatrix))
 
 
 def _check_routes(share: Share | None, workers: int | None, scheduler: str | None, resume: bool) -> None:
@@ -259,6 +302,7 @@ class Job:
         Accept tensors that were made on CPUs with different features.
     press : callable
         Makes the parts: ``quantize_tensors``, or the same on a cluster.
+    calibration : Calibration, optional
     """
 
     plan: Plan
@@ -269,6 +313,7 @@ class Job:
     progress: Progress
     mixed_cpus: bool = False
     press: Press = quantize_tensors
+    calibration: Calibration | None = None
     identity: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self, *, resume: bool = True, overwrite: bool = False) -> Report:
@@ -303,14 +348,38 @@ class Job:
             if not resume_assembly(self.folder, progress=self.progress):
                 log = RunLog(self.folder)
                 log.start(self.budget.threads)
-                made, resumed = self.press(
-                    self.plan, self.parts, self.budget, log, self.progress, mixed_cpus=self.mixed_cpus
-                )
+                with self._statistics():
+                    made, resumed = self.press(
+                        self.plan, self.parts, self.budget, log, self.progress, mixed_cpus=self.mixed_cpus
+                    )
                 self.assemble(made, log)
             manifest, _ = parse_manifest((self.folder / MANIFEST).read_bytes(), str(self.folder / MANIFEST))
             lock.release(remove=True)
         report = self.report(manifest["tensors"])
         return replace(report, seconds=time.monotonic() - started, resumed=resumed)
+
+    @contextlib.contextmanager
+    def _statistics(self) -> Iterator[None]:
+        """What is known of the inputs is in the plan while tensors are made."""
+        if self.calibration is None:
+            yield
+            return
+        found = self.calibration.statistics(
+            self.plan.source.path,
+            self.folder / WORK_FOLDER,
+            self.budget.threads,
+            self.progress,
+            self.plan.rotation,
+        )
+        with found.file:
+            if self.calibration.tokens is not None:
+                for note in found.notes(self.plan.rows):
+                    self.progress.note(note)
+            self.plan = replace(self.plan, statistics=found)
+            try:
+                yield
+            finally:
+                self.plan = replace(self.plan, statistics=None)
 
     @property
     def journal(self) -> Journal:
@@ -344,12 +413,15 @@ class Job:
 
     def _settings(self) -> dict[str, Any]:
         """What the final bytes depend on, apart from the source."""
-        return {
+        settings = {
             "tool_version": trapetum.__version__,
             "architecture": self.plan.architecture.model_type,
             "recipe": self.plan.recipe.resolved(),
             "max_shard_size": self.max_shard_size,
         }
+        if self.calibration is not None:
+            settings["calibration"] = self.calibration.identity()
+        return settings
 
     def _source(self) -> dict[str, Any]:
         """The source's name (and place on the Hub) and the hash of every file."""
@@ -370,6 +442,8 @@ class Job:
             "architecture": self.plan.architecture.model_type,
             "recipe": self.plan.recipe.resolved(),
         }
+        if self.calibration is not None:
+            header["calibration"] = self.identity["calibration"]
         if self.plan.rotation is not None:
             header["rotation"] = self.plan.rotation.to_json()
         manifest = build_manifest(header, entries)

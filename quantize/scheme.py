@@ -15,12 +15,16 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.quantize.hessian import Hessian
 from trapetum.tensors import QuantizedTensor
 
-__all__ = ["Arrays", "Scheme"]
+__all__ = ["Arrays", "Importance", "Scheme"]
 
 Arrays = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Stored arrays: suffix -> (dtype, shape)."""
+
+Importance = Hessian | NDArray[np.float32] | None
+"""What is known of a tensor's inputs: their second moment, the mean square of each, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Scheme(ABC):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
@@ -98,8 +102,8 @@ class Scheme(ABC):
         Parameters
         ----------
         weight : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
-        importance : ndarray of float32, shape (in_features,), optional
-            Weight of each input in the squared error.
+        importance : Hessian, or ndarray of float32, shape (in_features,), optional
+            The second moment of the inputs, or the weight of each input in the squared error.
         wide : bool
             The tensor's answer of :meth:`wide`.
         seed : int

@@ -30,7 +30,8 @@ from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
 from trapetum.quantize.block_scheme import PREFIX, Blocks, BlocksAsIs
 from trapetum.quantize.block_search import SEARCHES
-from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.quantize.hessian import Hessian
+from trapetum.quantize.scheme import Arrays, Importance, Scheme
 from trapetum.quantize.ternary import Ternary
 from trapetum.quantize.ternary_intake import AsIs, TernaryAsIs
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
@@ -111,14 +112,24 @@ class KMeans(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
     ) -> CodebookTensor:
-        """Fit every row; deterministic, the seed is not used."""
+        """Fit every row; deterministic, the seed is not used.
+
+        With a second moment the codebook is fitted to what each input counts once the inputs after it have made up
+        for what they can, the codes come from error feedback, and effort ``high`` refines both (``quantize.ldlq``).
+        """
         from trapetum.quantize.kmeans import fit_codebooks
 
+        if isinstance(importance, Hessian):
+            from trapetum.quantize.ldlq import codebooks_under
+
+            return CodebookTensor(
+                *codebooks_under(weight, self.codebook_size, importance, self.effort, wide=wide)
+            )
         return CodebookTensor(*fit_codebooks(weight, self.codebook_size, importance, self.effort, wide))
 
     def errors(
@@ -156,7 +167,7 @@ class Keep(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
@@ -200,7 +211,7 @@ class Options:
 
 NAMED: dict[str, Callable[[Options], Scheme]] = {
     KMeans.name: lambda o: scheme_from_bits(KMeans.name, o.bits, o.effort),
-    Ternary.name: lambda o: Ternary(o.levels, o.group_size),
+    Ternary.name: lambda o: Ternary(o.levels, o.group_size, effort=o.effort),
     AsIs.name: lambda o: AsIs(),
     **{PREFIX + kind: lambda o, kind=kind: Blocks(kind) for kind in SEARCHES},  # type: ignore[misc]
 }

@@ -25,7 +25,9 @@ from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
 from trapetum.quantize.cpu import cpu_features, require_one_cpu
 from trapetum.quantize.identity import tensor_seed
 from trapetum.quantize.journal import RunLog
+from trapetum.quantize.ldlq import ROWS as FEEDBACK_ROWS
 from trapetum.quantize.plan import Plan, PlanRow
+from trapetum.quantize.statistics import one_blas_thread
 from trapetum.quantize.ternary_intake import add_proofs, proof_text
 from trapetum.tensors import matrix_shape
 
@@ -103,7 +105,8 @@ def quantize_tensors(
     cpu = cpu_features()
     if todo and not mixed_cpus:
         require_one_cpu(parts.parent.parent, made.values(), cpu)
-    items = ((row, cut) for _, row in todo for cut in _cuts(row, budget))
+    items = ((row, cut) for _, row in todo for cut in _cuts(plan, row, budget))
+    blas = one_blas_thread() if plan.statistics is not None else None
     pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
     try:
         # Twice the threads: workers go on while the main thread syncs a part to the disk.
@@ -111,7 +114,7 @@ def quantize_tensors(
         for i, row in todo:
             start = time.monotonic()
             with PartWriter(parts, i, row.name, row.arrays, cpu) as part:
-                mine = itertools.islice(results, len(_cuts(row, budget)))
+                mine = itertools.islice(results, len(_cuts(plan, row, budget)))
                 entry = part.finish(_write(plan, row, mine, part, progress))
             published = read_part(parts, i, row.name, check_data=False)
             if published is None:
@@ -125,14 +128,18 @@ def quantize_tensors(
             progress.advance(0, _line(row, entry, seconds))
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        if blas is not None:
+            blas.restore_original_limits()
     progress.end()
     return {row.name: made[row.name] for _, row in chosen}, len(chosen) - len(todo)
 
 
-def _cuts(row: PlanRow, budget: MemoryBudget) -> list[slice]:
+def _cuts(plan: Plan, row: PlanRow, budget: MemoryBudget) -> list[slice]:
     count, width = matrix_shape(row.shape)
     if not row.scheme.row_independent:
         return [slice(0, count)]
+    if plan.statistics is not None and plan.statistics.has_moment(row):
+        return row_blocks(count, 1, FEEDBACK_ROWS)  # BLAS rounds by the number of rows: cut by the shape alone
     return row_blocks(count, width, budget.block_weights) if width else []
 
 
@@ -144,7 +151,7 @@ def _work(plan: Plan, item: _Item) -> _Block:
         return _Block(taken.to_arrays(), taken.params())
     values = plan.values(row, cut)
     seed = tensor_seed(plan.recipe.seed, row.name)
-    tensor = row.scheme.quantize(values, wide=row.wide, seed=seed)
+    tensor = row.scheme.quantize(values, plan.importance(row), wide=row.wide, seed=seed)
     proof = row.scheme.proof(values, tensor)
     result = _Block(tensor.to_arrays(), tensor.params(), row.scheme.errors(values, tensor), proof)
     plan.source.release(row.name, cut)

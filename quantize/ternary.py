@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
-from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.quantize.hessian import Hessian
+from trapetum.quantize.scheme import Arrays, Importance, Scheme
 from trapetum.rotation import ROTATION_KEY
 from trapetum.tensors import BlockTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
@@ -57,6 +58,8 @@ class Ternary(Scheme):
         Weights a scale.
     rotated : bool
         Whether the weights are folded with the model's Hadamard rotation first.
+    effort : {"fast", "default", "high"}
+        ``high`` refines codes and scales where the second moment of the inputs is known; nothing else has a choice.
 
     Examples
     --------
@@ -67,6 +70,7 @@ class Ternary(Scheme):
     levels: int = 3
     group_size: int = 128
     rotated: bool = False
+    effort: str = "default"
     name: ClassVar[str] = "ternary"
     layout: ClassVar[str] = TernaryTensor.layout
     limit: ClassVar[float] = 65504.0
@@ -106,15 +110,27 @@ class Ternary(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
     ) -> TernaryTensor:
         """Fit every group exactly; ``weight`` is rotated already where the scheme says so."""
-        from trapetum.quantize.ternary_search import fit_groups
+        if isinstance(importance, Hessian):
+            from trapetum.quantize.ldlq import Rounds, ternary_codes
 
-        codes, scales = fit_groups(weight, self.group_size, self.levels, importance)
+            codes, scales = ternary_codes(
+                np.ascontiguousarray(weight, dtype=np.float32),
+                self.group_size,
+                self.levels,
+                importance.shared(),
+                importance.shared_damped() if self.effort == "high" else None,
+                Rounds(),
+            )
+        else:
+            from trapetum.quantize.ternary_search import fit_groups
+
+            codes, scales = fit_groups(weight, self.group_size, self.levels, importance)
         return TernaryTensor(codes, scales, self.levels, ROTATION_KEY if self.rotated else None)
 
     @property

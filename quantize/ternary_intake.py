@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
-from trapetum.quantize.scheme import Arrays, Scheme
+from trapetum.quantize.scheme import Arrays, Importance, Scheme
 from trapetum.quantize.ternary import ternary_arrays
 from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor
 
@@ -47,7 +47,7 @@ class AsIs(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,
@@ -89,7 +89,7 @@ class TernaryAsIs(Scheme):
     def quantize(
         self,
         weight: NDArray[Any],
-        importance: NDArray[np.float32] | None = None,
+        importance: Importance = None,
         *,
         wide: bool = False,
         seed: int = 0,

@@ -20,6 +20,7 @@ from trapetum.errors import RecipeError
 from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import Role
+from trapetum.models.config import parse_config
 from trapetum.progress import Progress
 from trapetum.runtime.attention import Cache, rotary_tables
 from trapetum.runtime.layers import Layer
@@ -28,9 +29,14 @@ from trapetum.runtime.model import Model
 if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
 
-__all__ = ["INPUTS", "Inputs", "calibration_ids", "collect", "distinct_inputs"]
+__all__ = ["CONTEXT", "INPUTS", "TOKENS", "Inputs", "calibration_ids", "collect", "distinct_inputs"]
 
 Floats = NDArray[np.float32]
+
+TOKENS = 131_072
+"""Tokens that calibration takes by default: 16 for each of 8,192 inputs."""
+CONTEXT = 2048
+"""Length of a calibration sequence where the model allows it."""
 
 INPUTS: dict[str, tuple[str, ...]] = {
     "q": ("q", "k", "v"),
@@ -93,7 +99,9 @@ class _Streamed(Model):
         return found if rotation is None else rotation.unfold(found)
 
 
-def calibration_ids(source: TensorSource, text: str, tokens: int, ctx: int) -> NDArray[np.intp]:
+def calibration_ids(
+    source: TensorSource, text: str, tokens: int = TOKENS, ctx: int = CONTEXT
+) -> NDArray[np.intp]:
     """Equally long sequences from a text.
 
     Parameters
@@ -104,7 +112,7 @@ def calibration_ids(source: TensorSource, text: str, tokens: int, ctx: int) -> N
     tokens : int
         Most tokens to take.
     ctx : int
-        Length of a sequence.
+        Length of a sequence, where the model allows it.
 
     Returns
     -------
@@ -119,6 +127,7 @@ def calibration_ids(source: TensorSource, text: str, tokens: int, ctx: int) -> N
     """
     from trapetum.runtime.tokenizer import Tokenizer
 
+    ctx = min(ctx, parse_config(source.config).max_position_embeddings or ctx)
     ids = np.array(Tokenizer.from_source(source).encode(text), np.intp)
     if not ids.size:
         raise RecipeError("the calibration text has no token", hint="Name a text of a few hundred kilobytes.")
@@ -131,14 +140,15 @@ def calibration_ids(source: TensorSource, text: str, tokens: int, ctx: int) -> N
     return windows[np.arange(wanted) * len(windows) // wanted]
 
 
-def distinct_inputs(model: Model) -> list[tuple[tuple[str, ...], int]]:
+def distinct_inputs(source: TensorSource) -> list[tuple[tuple[str, ...], int]]:
     """(weights, in_features) of every distinct input of a model, in the order of :func:`collect`."""
-    names = model.config.architecture.index(model.source.names())
+    config = parse_config(source.config)
+    names = config.architecture.index(source.names())
     found = []
-    for number in range(model.config.num_hidden_layers):
+    for number in range(config.num_hidden_layers):
         for parts in INPUTS.values():
             weights = tuple(names[Role(part, number, part=part)] for part in parts)
-            found.append((weights, int(model.source.shape(weights[0])[-1])))
+            found.append((weights, int(source.shape(weights[0])[-1])))
     return found
 
 

@@ -1,0 +1,118 @@
+"""Jobs that know their inputs: moments against NumPy, bytes at any thread count, refusals before any work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trapetum.errors import RecipeError, TrapetumError
+from trapetum.formats.artifact import Artifact
+from trapetum.formats.imatrix import MomentsWriter, write_imatrix
+from trapetum.formats.source import open_source
+from trapetum.kernels.cpu.pool import Pool
+from trapetum.quantize.job import quantize_model
+from trapetum.runtime.calibrate import collect, distinct_inputs
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def moments_file(model: Path, out: Path, ids: np.ndarray, tokens: int | None = None) -> Path:
+    with open_source(model) as source:
+        pool = Pool(2)
+        with MomentsWriter(out, distinct_inputs(source), tokens or ids.size) as writer:
+            for inputs in collect(source, ids, pool, moments=True):
+                writer.write(inputs.weights, inputs.moment / inputs.tokens)
+        pool.close()
+    return out
+
+
+@pytest.fixture
+def ids() -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 80, (40, 32)).astype(np.intp)
+
+
+def test_moments_of_the_first_input_are_those_of_the_normed_embedding(
+    make_model: Callable[..., Path], ids: np.ndarray
+) -> None:
+    with open_source(make_model()) as source:
+        pool = Pool(2)
+        found = list(collect(source, ids, pool, moments=True))
+        plain = list(collect(source, ids, pool))
+        pool.close()
+        x = source.load("model.embed_tokens.weight").dequantize()[ids.reshape(-1)].astype(np.float64)
+        x /= np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5)
+        x *= source.load("model.layers.0.input_layernorm.weight").dequantize()
+        assert [(i.weights, len(i.squares)) for i in found] == distinct_inputs(source)
+    assert found[0].weights[0] == Q
+    assert found[0].tokens == ids.size
+    assert np.allclose(found[0].moment, x.T @ x, rtol=1e-4, atol=1e-3)
+    for a, b in zip(found, plain):
+        assert b.moment is None
+        assert np.array_equal(a.moment, a.moment.T)
+        assert np.allclose(a.squares, b.squares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"bits": 3, "effort": "high"}, {"bits": 4}])
+def test_same_bytes_at_any_thread_count_and_less_loss(
+    make_model: Callable[..., Path], tmp_path: Path, ids: np.ndarray, options: dict[str, object]
+) -> None:
+    model = make_model()
+    file = moments_file(model, tmp_path / "m", ids)
+    outs = []
+    for threads in (1, 3):
+        out = tmp_path / f"out{threads}"
+        quantize_model(model, out, imatrix=file, threads=threads, **options)
+        outs.append({p.name: p.read_bytes() for p in out.iterdir() if p.name != "run.jsonl"})
+    assert outs[0] == outs[1]
+    assert json.loads(outs[0]["trapetum.json"])["calibration"]["file"] == "m"
+    quantize_model(model, tmp_path / "free", **options)
+    with (
+        open_source(model) as source,
+        open_source(file.parent / "out1") as one,
+        Artifact.open(tmp_path / "free") as free,
+    ):
+        from trapetum.formats.imatrix import open_statistics
+
+        with open_statistics(file) as statistics:
+            h = statistics.moment(Q, 64)[1].astype(np.float64)
+        wanted = source.load(Q).dequantize()
+        lost = [float(np.sum(((e := wanted - a.load(Q).dequantize()) @ h) * e)) for a in (one, free)]
+    assert lost[0] < 0.9 * lost[1]
+
+
+def test_too_few_tokens_mean_diagonals_and_are_said(
+    make_model: Callable[..., Path], tmp_path: Path, ids: np.ndarray
+) -> None:
+    model = make_model()
+    file = moments_file(model, tmp_path / "m", ids, tokens=100)
+    report = quantize_model(model, tmp_path / "out", imatrix=file)
+    assert any("fewer than 2 tokens for each input" in n for n in report.notes)
+    assert any("lm_head.weight" in n and "without importance" in n for n in report.notes)
+
+
+def test_an_importance_file_of_another_model_is_refused(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = make_model()
+    write_imatrix(tmp_path / "i", {"model.layers.9.mlp.up_proj.weight": (np.ones(64), 5)})
+    with pytest.raises(RecipeError, match="knows none"):
+        quantize_model(model, tmp_path / "out", imatrix=tmp_path / "i")
+    write_imatrix(tmp_path / "i", {Q: (np.ones(32), 5)})
+    with pytest.raises(TrapetumError, match="32 values"):
+        quantize_model(model, tmp_path / "out", imatrix=tmp_path / "i")
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_that_exclude_each_other(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = make_model()
+    for options, words in (
+        ({"imatrix": "a", "calibrate": "b"}, "exclude"),
+        ({"calib_tokens": 5}, "calib_tokens"),
+        ({"imatrix": "a", "workers": 2}, "not spread"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            quantize_model(model, tmp_path / "out", **options)
