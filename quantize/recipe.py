@@ -45,6 +45,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trapetum.errors import RecipeError
+from trapetum.quantize.additive import Additive
 from trapetum.quantize.block_scheme import PREFIX
 from trapetum.quantize.schemes import (
     BITS,
@@ -57,6 +58,7 @@ from trapetum.quantize.schemes import (
 from trapetum.quantize.ternary import Ternary
 
 __all__ = [
+    "ADDITIVE_BITS",
     "DEFAULT_RULES",
     "GROUPS",
     "ROLES",
@@ -86,6 +88,9 @@ ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
 
 TERNARY_BITS = 1.58
 """What ``bits`` calls ternary weights: log2(3), to two places."""
+
+ADDITIVE_BITS = 2
+"""The ``bits`` of a call that mean additive codebooks where no scheme is named."""
 
 
 def _listed(value: Any) -> Any:
@@ -315,7 +320,8 @@ def resolve_recipe(
     recipe : str, Path, Recipe or dict, optional
         A shipped name, a file, or the content; without one, the shipped recipe for ``scheme`` or ``bits`` is taken.
     bits : float, optional
-        Replaces the recipe's top-level ``bits``; 4 when there is no recipe either. 1.58 means scheme ternary.
+        Replaces the recipe's top-level ``bits``; 4 when there is no recipe either (2 for scheme additive). 1.58 means
+        scheme ternary, and 2 without a scheme means additive.
     scheme, effort, seed, levels, group_size, hadamard
         Replace the recipe's; ``"default"``, 0, None and False leave them as they are.
     fallback : bool
@@ -328,6 +334,8 @@ def resolve_recipe(
     """
     if bits == TERNARY_BITS and scheme in (None, Ternary.name):
         bits, scheme = None, Ternary.name
+    if bits == ADDITIVE_BITS and scheme is None:
+        scheme = Additive.name
     width = None if bits is None else _whole_bits(bits, scheme)
     if recipe is None:
         recipe = _default_recipe(scheme, width)
@@ -374,9 +382,13 @@ def _default_recipe(scheme: str | None, bits: int | None) -> Recipe | str:
         return (
             name if name in shipped else _validated({"scheme": scheme, "rules": rules}, "", default_name=name)
         )
+    if scheme == Additive.name:
+        wanted = ADDITIVE_BITS if bits is None else bits
+        name = "2bit" if wanted == ADDITIVE_BITS else f"additive-{wanted}bit"
+        return name if name in shipped else Recipe(name=name, scheme=scheme, bits=wanted)
     wanted = 4 if bits is None else bits
     named = "4bit-head8" if wanted == 4 else f"{wanted}bit"
-    return named if named in shipped else Recipe(name=named, bits=wanted)
+    return named if named in shipped and wanted != ADDITIVE_BITS else Recipe(name=named, bits=wanted)
 
 
 def _check_ternary_options(
@@ -394,11 +406,6 @@ def _check_ternary_options(
 
 def _whole_bits(bits: float, scheme: str | None) -> int:
     """The whole number of bits, or the reason why there is none."""
-    if scheme is None and bits == 2:
-        raise RecipeError(
-            "bits is 2, which means additive codebooks; that scheme is not available yet",
-            hint="Use --bits 3, 4, 5, 6 or 8 (or --scheme kmeans --bits 2 for 4-entry codebooks).",
-        )
     if scheme is not None and scheme not in BITS:
         if scheme not in NAMED:
             raise RecipeError(f"scheme is {scheme!r}; available: {', '.join(NAMED)}")
@@ -407,8 +414,7 @@ def _whole_bits(bits: float, scheme: str | None) -> int:
         )
     widths = BITS[scheme or "kmeans"]
     if bits not in widths:
-        allowed = [b for b in widths if scheme is not None or b != 2]
-        raise RecipeError(f"bits is {bits:g}; allowed: {', '.join(map(str, allowed))}")
+        raise RecipeError(f"bits is {bits:g}; allowed: {', '.join(map(str, widths))}")
     return int(bits)
 
 

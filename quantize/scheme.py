@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -38,7 +38,8 @@ class Scheme(ABC):
     layout : str
         Layout of the result, a key of ``trapetum.tensors.LAYOUTS``.
     row_independent : bool
-        True where any block of rows gives the same bytes as the whole tensor: the job then works by row blocks.
+        True where any block of rows gives the same bytes as the whole tensor: the job works by row blocks. Where it
+        is False, that is true of what :meth:`fit` returns.
     limit : float
         Largest magnitude of a weight that can be stored; a tensor beyond it is refused before any work.
     """
@@ -87,6 +88,25 @@ class Scheme(ABC):
         block : ndarray of bfloat16, float16 or float32, shape (rows, in_features)
         """
         return False
+
+    def fit(self, rows: int, read: Callable[[slice], NDArray[Any]], seed: int) -> Scheme:
+        """What the rows of one tensor share is settled, from a sample of them; the scheme itself by default.
+
+        Parameters
+        ----------
+        rows : int
+            Rows of the tensor's matrix form.
+        read : callable
+            A row block: bfloat16, float16 or float32 [rows, in_features].
+        seed : int
+            Seed of this tensor.
+
+        Returns
+        -------
+        Scheme
+            ``row_independent``; its :meth:`quantize` is asked for every row block.
+        """
+        return self
 
     @abstractmethod
     def quantize(

@@ -9,6 +9,7 @@ scheme            layout      what it does
 ================  ==========  ===================================================================================
 ``kmeans``        codebook    near-exact one-dimensional k-means, one codebook for each output row
 ``ternary``       ternary     exact three- or four-level codes, one scale for each group of a row
+``additive``      additive    a sum of M vectors of eight weights, M codebooks a tensor, one scale a row
 ``gguf:TYPE``     blocks      the best blocks of a GGUF type that the search finds
 ``asis``          (settled)   takes over what is ternary or a block already; becomes one of the next three when seen
 ``asis-ternary``  ternary     codes and scales of weights that are ternary, without loss
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
+from trapetum.quantize.additive import Additive
 from trapetum.quantize.block_scheme import PREFIX, Blocks, BlocksAsIs
 from trapetum.quantize.block_search import SEARCHES
 from trapetum.quantize.hessian import Hessian
@@ -182,12 +184,13 @@ class Keep(Scheme):
 
 
 SCHEMES: dict[str, type[Scheme]] = {
-    c.name: c for c in (KMeans, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, Keep)
+    c.name: c for c in (KMeans, Additive, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, Keep)
 }
 
 # What "bits" means under each scheme: bits -> the parameters it stands for.
 BITS: dict[str, dict[int, dict[str, Any]]] = {
     KMeans.name: {b: {"codebook_size": 1 << b} for b in (2, 3, 4, 5, 6, 8)},
+    Additive.name: {b: {"num_codebooks": b} for b in (1, 2, 3, 4)},
 }
 
 
@@ -211,6 +214,7 @@ class Options:
 
 NAMED: dict[str, Callable[[Options], Scheme]] = {
     KMeans.name: lambda o: scheme_from_bits(KMeans.name, o.bits, o.effort),
+    Additive.name: lambda o: scheme_from_bits(Additive.name, o.bits, o.effort),
     Ternary.name: lambda o: Ternary(o.levels, o.group_size, effort=o.effort),
     AsIs.name: lambda o: AsIs(),
     **{PREFIX + kind: lambda o, kind=kind: Blocks(kind) for kind in SEARCHES},  # type: ignore[misc]

@@ -23,13 +23,14 @@ from trapetum.formats.parts import Part, PartWriter, read_part
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
 from trapetum.quantize.cpu import cpu_features, require_one_cpu
+from trapetum.quantize.fitting import Fits
 from trapetum.quantize.identity import tensor_seed
 from trapetum.quantize.journal import RunLog
 from trapetum.quantize.ldlq import ROWS as FEEDBACK_ROWS
 from trapetum.quantize.plan import Plan, PlanRow
 from trapetum.quantize.statistics import one_blas_thread
 from trapetum.quantize.ternary_intake import add_proofs, proof_text
-from trapetum.tensors import matrix_shape
+from trapetum.tensors import LAYOUTS, matrix_shape
 
 __all__ = ["finished_part", "quantize_tensors"]
 
@@ -106,11 +107,12 @@ def quantize_tensors(
     if todo and not mixed_cpus:
         require_one_cpu(parts.parent.parent, made.values(), cpu)
     items = ((row, cut) for _, row in todo for cut in _cuts(plan, row, budget))
+    fits = Fits(plan)
     blas = one_blas_thread() if plan.statistics is not None else None
     pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
     try:
         # Twice the threads: workers go on while the main thread syncs a part to the disk.
-        results = ordered_map(pool, lambda item: _work(plan, item), items, 2 * budget.threads + 1)
+        results = ordered_map(pool, lambda item: _work(plan, fits, item), items, 2 * budget.threads + 1)
         for i, row in todo:
             start = time.monotonic()
             with PartWriter(parts, i, row.name, row.arrays, cpu) as part:
@@ -136,14 +138,12 @@ def quantize_tensors(
 
 def _cuts(plan: Plan, row: PlanRow, budget: MemoryBudget) -> list[slice]:
     count, width = matrix_shape(row.shape)
-    if not row.scheme.row_independent:
-        return [slice(0, count)]
     if plan.statistics is not None and plan.statistics.has_moment(row):
         return row_blocks(count, 1, FEEDBACK_ROWS)  # BLAS rounds by the number of rows: cut by the shape alone
     return row_blocks(count, width, budget.block_weights) if width else []
 
 
-def _work(plan: Plan, item: _Item) -> _Block:
+def _work(plan: Plan, fits: Fits, item: _Item) -> _Block:
     """Quantize one row block; runs on a worker thread."""
     row, cut = item
     taken = plan.taken(row, cut)
@@ -151,9 +151,10 @@ def _work(plan: Plan, item: _Item) -> _Block:
         return _Block(taken.to_arrays(), taken.params())
     values = plan.values(row, cut)
     seed = tensor_seed(plan.recipe.seed, row.name)
-    tensor = row.scheme.quantize(values, plan.importance(row), wide=row.wide, seed=seed)
-    proof = row.scheme.proof(values, tensor)
-    result = _Block(tensor.to_arrays(), tensor.params(), row.scheme.errors(values, tensor), proof)
+    scheme = fits.scheme(row)
+    tensor = scheme.quantize(values, plan.importance(row), wide=row.wide, seed=seed)
+    proof = scheme.proof(values, tensor)
+    result = _Block(tensor.to_arrays(), tensor.params(), scheme.errors(values, tensor), proof)
     plan.source.release(row.name, cut)
     return result
 
@@ -170,8 +171,9 @@ def _write(
     squares: list[float] = []
     proofs: list[Mapping[str, int | float]] = []
     width = matrix_shape(row.shape)[1]
+    shared = LAYOUTS[row.scheme.layout].shared
     for (_, cut), block in results:
-        part.write(block.arrays)
+        part.write({s: a[:0] if s in shared and cut.start else a for s, a in block.arrays.items()})
         plan.source.release(row.name, cut)  # a kept tensor's pages were read by this write
         params = block.params
         if block.errors is not None:

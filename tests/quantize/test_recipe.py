@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trapetum.errors import RecipeError
+from trapetum.quantize.additive import Additive
 from trapetum.quantize.recipe import DEFAULT_RULES, ROLES, Recipe, list_recipes, load_recipe, resolve_recipe
 from trapetum.quantize.schemes import Keep, KMeans
 
@@ -96,7 +97,7 @@ def test_a_file_and_its_stored_form_load(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(RecipeError, match="UTF-8"):
         load_recipe(path)
-    with pytest.raises(RecipeError, match="neither a file nor one of: 3bit"):
+    with pytest.raises(RecipeError, match="neither a file nor one of: 2bit"):
         load_recipe(tmp_path / "absent.toml")
 
 
@@ -138,12 +139,14 @@ def test_a_near_miss_is_suggested() -> None:
 
 @pytest.mark.parametrize("bits", [0, 1, 7, 9, 16, 3.5, -4])
 def test_other_widths_are_refused_with_the_list(bits: float) -> None:
-    with pytest.raises(RecipeError, match="allowed: 3, 4, 5, 6, 8"):
+    with pytest.raises(RecipeError, match="allowed: 2, 3, 4, 5, 6, 8"):
         resolve_recipe(bits=bits)
 
 
-@pytest.mark.parametrize(("bits", "word"), [(2, "additive")])
-def test_schemes_to_come_are_named(bits: float, word: str) -> None:
-    with pytest.raises(RecipeError, match=f"{word}.*not available yet"):
-        resolve_recipe(bits=bits)
+def test_two_bits_are_additive_unless_a_scheme_is_named() -> None:
+    assert scheme(resolve_recipe(bits=2), *Q0) == Additive(2)
+    assert resolve_recipe(bits=2).name == resolve_recipe(scheme="additive").name == "2bit"
     assert scheme(resolve_recipe(bits=2, scheme="kmeans"), *Q0) == KMeans(4)
+    assert scheme(resolve_recipe(bits=3, scheme="additive", effort="fast"), *Q0) == Additive(3, "fast")
+    with pytest.raises(RecipeError, match="bits is 5; allowed: 1, 2, 3, 4"):
+        resolve_recipe(bits=5, scheme="additive")
