@@ -186,7 +186,8 @@ class ImatrixFile(InputStatistics):
         if counts.size != len(matrices):
             raise FormatError(f"{self.path}: {key} has {counts.size} counts for {len(matrices)} matrices")
         if counts[expert] > 0:
-            return matrices[expert]
+            own: NDArray[np.float32] = matrices[expert]
+            return own
         if not counts.any():
             return None
         pooled: NDArray[np.float32] = np.average(matrices, axis=0, weights=counts).astype(np.float32)
