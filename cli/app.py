@@ -15,8 +15,8 @@ from typer.core import TyperGroup
 
 import trapetum
 from trapetum.cli import output
-from trapetum.cli.bench import bench
 from trapetum.cli.batch import batch
+from trapetum.cli.bench import bench
 from trapetum.cli.compare import compare
 from trapetum.cli.env import env
 from trapetum.cli.export import export
