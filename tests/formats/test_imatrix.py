@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 
@@ -27,6 +26,7 @@ def dat(path: Path, entries: dict[str, tuple[int, list[float]]], trailer: bytes 
 
 def foreign(path: Path, tensors: dict[str, np.ndarray], kind: str = "imatrix") -> Path:
     """A file as gguf-py writes it."""
+    gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, "", use_temp_file=False)
     writer.add_type(kind)
     for name, values in tensors.items():
@@ -58,6 +58,7 @@ def test_gguf_py_reads_what_we_write(tmp_path: Path) -> None:
         path, {Q: (np.array([4.0, 6.0]), 10), "x.y": (np.ones(2), 1)}, datasets=["a.txt"], chunk_size=4
     )
     assert left == ["x.y"]
+    gguf = pytest.importorskip("gguf")
     reader = gguf.GGUFReader(path)
     found = {t.name: t for t in reader.tensors}
     assert list(found) == [f"{BLK_Q}.in_sum2", f"{BLK_Q}.counts"]
