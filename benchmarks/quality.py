@@ -86,7 +86,10 @@ def main(model: str, text_file: str, characters: int | None = None) -> None:
                     "tokens": d["tokens"],
                     "seconds": seconds,
                 }
-                print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+                print(
+                    json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

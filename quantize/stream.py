@@ -139,7 +139,9 @@ def quantize_tensors(
 def _cuts(plan: Plan, row: PlanRow, budget: MemoryBudget) -> list[slice]:
     count, width = matrix_shape(row.shape)
     if plan.statistics is not None and plan.statistics.has_moment(row):
-        return row_blocks(count, 1, FEEDBACK_ROWS)  # BLAS rounds by the number of rows: cut by the shape alone
+        return row_blocks(
+            count, 1, FEEDBACK_ROWS
+        )  # BLAS rounds by the number of rows: cut by the shape alone
     return row_blocks(count, width, budget.block_weights) if width else []
 
 
