@@ -65,7 +65,7 @@ def test_1_58_bits_mean_ternary() -> None:
         ({"bits": 4, "group_size": 64, "hadamard": True}, "group_size, hadamard: no rule"),
         ({"scheme": "ternary", "levels": 2}, "levels is 2; 3 and 4 are allowed"),
         ({"scheme": "ternary", "group_size": 32}, "group_size is 32; 128 and 64 are allowed"),
-        ({"scheme": "gguf:Q4_L"}, r"is 'gguf:Q4_L'; allowed: kmeans, ternary, asis, gguf:TYPE .*Q4_K"),
+        ({"scheme": "gguf:Q4_L"}, r"is 'gguf:Q4_L'; allowed: kmeans, additive, ternary, asis, gguf:TYPE .*Q4_K"),
         ({"recipe": {"fallback": ["Q8_0"]}}, "fallback: is 'Q8_0'; allowed: kmeans"),
         (
             {"recipe": {"rules": [{"role": "q", "scheme": "ternary", "bits": 2}]}},
@@ -140,7 +140,7 @@ def test_no_fallback_lists_every_offender_and_what_would_fit(make_model: Callabl
     for layer in range(2):
         assert f"model.layers.{layer}.mlp.down_proj.weight (ternary g128: rows of 192" in caught.value.message
     assert caught.value.hint is not None
-    assert "rows of 192 fit kmeans K=16, ternary g64, gguf:Q8_0" in caught.value.hint
+    assert "rows of 192 fit kmeans K=16, additive 4x8, ternary g64, gguf:Q8_0" in caught.value.hint
     assert "gguf:Q4_K" not in caught.value.hint
     assert "gguf:PQ2_0" not in caught.value.hint
     smaller = plan_of(folder, scheme="ternary", group_size=64, fallback=False)
