@@ -65,7 +65,10 @@ def test_1_58_bits_mean_ternary() -> None:
         ({"bits": 4, "group_size": 64, "hadamard": True}, "group_size, hadamard: no rule"),
         ({"scheme": "ternary", "levels": 2}, "levels is 2; 3 and 4 are allowed"),
         ({"scheme": "ternary", "group_size": 32}, "group_size is 32; 128 and 64 are allowed"),
-        ({"scheme": "gguf:Q4_L"}, r"is 'gguf:Q4_L'; allowed: kmeans, additive, ternary, asis, gguf:TYPE .*Q4_K"),
+        (
+            {"scheme": "gguf:Q4_L"},
+            r"is 'gguf:Q4_L'; allowed: kmeans, additive, ternary, asis, gguf:TYPE .*Q4_K",
+        ),
         ({"recipe": {"fallback": ["Q8_0"]}}, "fallback: is 'Q8_0'; allowed: kmeans"),
         (
             {"recipe": {"rules": [{"role": "q", "scheme": "ternary", "bits": 2}]}},
