@@ -25,6 +25,8 @@ R = TypeVar("R")
 BLOCK_WEIGHTS = 4 << 20
 # Resident size of the process before the first block: interpreter, NumPy, numba with compiled kernels.
 BASE_BYTES = 320 << 20
+# What of it is there when the budget is made.
+STARTED_BYTES = 110 << 20
 # Bytes in memory for one weight of a block in work: source pages 2-4, codes 1, packed codes 1, decoded rows for the
 # error, kernel scratch; plus finished blocks that wait to be written.
 WORK_BYTES = 16
@@ -66,7 +68,9 @@ def usable_threads(threads: int | None = None) -> int:
     return threads
 
 
-def memory_budget(threads: int, longest_row: int, max_memory: int | None = None) -> MemoryBudget:
+def memory_budget(
+    threads: int, longest_row: int, max_memory: int | None = None, available: int = 0
+) -> MemoryBudget:
     """Choose the block size.
 
     Parameters
@@ -76,12 +80,16 @@ def memory_budget(threads: int, longest_row: int, max_memory: int | None = None)
     longest_row : int
         Weights in the longest row of any tensor: a block holds at least one row.
     max_memory : int, optional
-        Peak resident bytes allowed; by default 1 GiB, more only where a single row forces it.
+        Peak resident bytes allowed; by default 1 GiB, less where less is available, more only where a single row
+        forces it.
+    available : int
+        Bytes that the process may still take; 0 where that is not known.
 
     Raises
     ------
     RecipeError
-        If ``max_memory`` cannot hold one row a thread.
+        If ``max_memory``, or what is available, cannot hold one row a thread: said before the work, for the system
+        would say no more than "Killed".
 
     Examples
     --------
@@ -95,7 +103,15 @@ def memory_budget(threads: int, longest_row: int, max_memory: int | None = None)
             f"need {least:,}",
             hint="Allow more memory, or use fewer threads.",
         )
-    room = (DEFAULT_BUDGET if max_memory is None else max_memory) - BASE_BYTES
+    left = available + STARTED_BYTES
+    if available and left < least:
+        raise RecipeError(
+            f"about {available >> 20} MiB of memory are left to this process; {threads} threads with rows of "
+            f"{longest_row:,} weights take {(least - STARTED_BYTES) >> 20}",
+            hint="Use fewer threads, free some memory, or raise the limit (ulimit -v, or the container's).",
+        )
+    default = min(DEFAULT_BUDGET, left) if available else DEFAULT_BUDGET
+    room = (default if max_memory is None else max_memory) - BASE_BYTES
     weights = max(longest_row, min(BLOCK_WEIGHTS, room // (threads * WORK_BYTES)), 1)
     return MemoryBudget(threads, weights, BASE_BYTES + threads * weights * WORK_BYTES)
 

@@ -27,6 +27,7 @@ from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
 from trapetum.quantize.ternary import Ternary
 from trapetum.quantize.ternary_intake import AsIs
 from trapetum.rotation import HadamardRotation
+from trapetum.runtime.environment import available_memory
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ class Plan:
     def budget(self, threads: int | None = None, max_memory: int | None = None) -> MemoryBudget:
         """Threads, block size and predicted peak memory for these tensors."""
         longest = max((matrix_shape(r.shape)[1] for r in self.rows), default=1)
-        return memory_budget(usable_threads(threads), longest, max_memory)
+        threads = usable_threads(threads)
+        return memory_budget(threads, longest, max_memory, available_memory(threads))
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

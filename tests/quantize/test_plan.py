@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from trapetum.errors import CheckpointError, RecipeError, UnsupportedModelError
 from trapetum.formats.checkpoint import Checkpoint
+from trapetum.quantize.blocks import memory_budget
 from trapetum.quantize.job import quantize_model
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import resolve_recipe
@@ -168,3 +171,24 @@ def test_promised_bytes_are_written(make_model: Make, tmp_path: Path, bits: int,
     assert len(written) > 1
     assert promised.bpw == report.bpw
     assert promised.predicted_seconds > 0
+
+
+def test_the_memory_that_is_left_bounds_the_blocks() -> None:
+    roomy = memory_budget(4, 4096, available=64 << 30)
+    assert roomy == memory_budget(4, 4096)
+    assert memory_budget(4, 4096, available=300 << 20).block_weights < roomy.block_weights
+    assert memory_budget(64, 1 << 20, available=64 << 30).peak > 1 << 30
+    with pytest.raises(
+        RecipeError, match=r"about 100 MiB of memory are left to this process; 4 threads"
+    ):
+        memory_budget(4, 4096, available=100 << 20)
+
+
+def test_a_limit_on_addresses_is_seen(make_model: Make, tmp_path: Path) -> None:
+    script = 'ulimit -v 450000; exec "$0" -m trapetum quantize "$1" -o "$2"'
+    command = ["bash", "-c", script, sys.executable, str(make_model()), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "MiB of memory are left to this process" in done.stderr
+    assert "ulimit -v" in done.stderr
+    assert not (tmp_path / "out").exists()

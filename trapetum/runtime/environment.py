@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from importlib import metadata, util
 from pathlib import Path
@@ -146,10 +147,22 @@ def _memory() -> dict[str, int | None]:
     }
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take; 0 where the system does not say."""
+def available_memory(threads: int = 0) -> int:
+    """Bytes that this process may still take; 0 where the system does not say.
+
+    Parameters
+    ----------
+    threads : int
+        Threads that are still to start. Each reserves 72 MiB of addresses (stack and allocator arena, measured), which
+        count where ``ulimit -v`` is set.
+    """
     memory = _memory()
-    return min((size for size in (memory["available"], memory["limit"]) if size is not None), default=0)
+    known = [size for size in (memory["available"], memory["limit"]) if size is not None]
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        pages = next(iter(_lines("/proc/self/statm")), "0").split()[0]
+        known.append(max(addresses - int(pages) * resource.getpagesize() - threads * (72 << 20), 1))
+    return min(known, default=0)
 
 
 def _caches() -> dict[str, str | None]:
