@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError, FormatError, RecipeError, UnsupportedModelError
+from trapetum.errors import CheckpointError, FormatError, RecipeError, UnsupportedModelError, located
 from trapetum.export.cbk_folder import FOLDER_FILES, write_manifest, write_side_files
 from trapetum.export.plan import (
     ExportPlan,
@@ -223,10 +223,11 @@ def plan_cbk(request: ExportRequest) -> CbkPlan:
             refuse_existing(path, (), overwrite=request.overwrite)
     else:
         refuse_existing(request.out, FOLDER_FILES, overwrite=request.overwrite)
-    config = parse_config(artifact.config)
+    with located(artifact.path):
+        config = parse_config(artifact.config)
+        config.architecture.check_tensors(config, {n: artifact.shape(n) for n in artifact.names()})
     names = config.architecture.index(artifact.names())
     header = _header(artifact, config, names)
-    config.architecture.check_tensors(config, {n: artifact.shape(n) for n in artifact.names()})
     notes = _left_out(artifact, config, names)
     jobs = [_job(record, request, config, names) for record in header.records()]
     size = header.file_bytes()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trapetum.blocktypes import BLOCK_TYPES
-from trapetum.errors import OutputError, RecipeError, UnsupportedModelError
+from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_metadata import (
     file_name,
@@ -99,7 +99,8 @@ class _Planner:
                 hint="Run trapetum quantize on it first.",
             )
         _refuse_existing(request)
-        self.config: ModelConfig = parse_config(self.artifact.config)
+        with located(self.artifact.path):
+            self.config: ModelConfig = parse_config(self.artifact.config)
         self.arch = self.config.architecture
         if self.arch.gguf is None:
             raise UnsupportedModelError(

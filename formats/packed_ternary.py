@@ -33,7 +33,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.errors import CheckpointError, UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.gguf_checkpoint import GgufCheckpoint, is_gguf
 from trapetum.formats.safetensors import SafetensorsFile
@@ -301,7 +301,7 @@ class MlxCheckpoint(PackedCheckpoint):
             found[name] = (*self.inner.shape(name)[:-1], in_features)
         if faults:
             raise UnsupportedModelError(
-                f"{self.path}: quantized by mlx; only 2-bit weights are taken over: {'; '.join(faults)}",
+                f"{self.path}: quantized by mlx; only 2-bit weights are taken over: {listed(faults)}",
                 hint="Use the checkpoint that it was made from.",
             )
         return found

@@ -28,7 +28,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import FormatError
+from trapetum.errors import FormatError, RecipeError
 from trapetum.formats.atomic import atomic_file
 from trapetum.formats.dtypes import dtype_code
 from trapetum.formats.regions import copy_region, pwrite_all
@@ -291,6 +291,8 @@ def plan_shards(sizes: Sequence[int], max_bytes: int) -> list[range]:
     >>> plan_shards([3, 3, 9, 1], 6)
     [range(0, 2), range(2, 3), range(3, 4)]
     """
+    if max_bytes < 1:
+        raise RecipeError(f"the largest file may hold {max_bytes} bytes; 1 or more are needed")
     shards: list[range] = []
     first, held = 0, 0
     for i, size in enumerate(sizes):

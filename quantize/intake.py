@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trapetum.errors import CheckpointError
+from trapetum.errors import CheckpointError, listed
 from trapetum.models.architectures import Architecture, Role, text_config
 from trapetum.models.config import parse_config
 from trapetum.quantize.blocks import BLOCK_WEIGHTS, row_blocks
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from trapetum.formats.packed_ternary import AnyCheckpoint
 
 __all__ = ["Head", "check_tensors"]
-
-_MOST = 8  # offenders that are spelled out
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def check_tensors(source: AnyCheckpoint, architecture: Architecture) -> Head:
     if faults:
         untied = any(f.startswith("lm_head") and f.endswith("missing") for f in faults)
         raise CheckpointError(
-            f"{source.path}: {_several(faults)}, as config.json promises",
+            f"{source.path}: {listed(faults)}, as config.json promises",
             hint='If the embedding is the head, set "tie_word_embeddings": true in config.json.'
             if untied
             else "The checkpoint is incomplete, or config.json belongs to another one.",
@@ -84,11 +82,6 @@ def check_tensors(source: AnyCheckpoint, architecture: Architecture) -> Head:
         notes = check_vocabulary(tokenizer, source.shape(embed)[0])
         head = replace(head, notes=(*head.notes, *notes))
     return head
-
-
-def _several(faults: list[str]) -> str:
-    rest = len(faults) - _MOST
-    return "; ".join(faults[:_MOST]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _settle_head(source: AnyCheckpoint, found: dict[Role, str]) -> Head:

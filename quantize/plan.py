@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import UnsupportedModelError
+from trapetum.errors import UnsupportedModelError, listed, located
 from trapetum.formats.gguf_checkpoint import GgufCheckpoint
 from trapetum.models.architectures import Architecture, Role, resolve
 from trapetum.quantize.block_scheme import BlocksAsIs
@@ -251,11 +251,13 @@ def make_plan(source: AnyCheckpoint, recipe: Recipe, *, any_architecture: bool =
     packed = source.packed_format()
     if packed:
         raise UnsupportedModelError(
-            f"{source.path}: the weights are already quantized ({packed}); trapetum starts from float weights",
+            f"{source.path}: the weights are already quantized ({packed}), by quantization_config or by the tensors' "
+            "form; trapetum starts from float weights",
             hint="Use the original bfloat16, float16 or float32 checkpoint.",
         )
-    architecture = resolve(source.config, any_architecture=any_architecture)
-    head = check_tensors(source, architecture)
+    with located(source.path):
+        architecture = resolve(source.config, any_architecture=any_architecture)
+        head = check_tensors(source, architecture)
     wanted = tuple(
         _row(source, recipe, architecture, name) for name in source.names() if name != head.duplicate
     )
@@ -327,7 +329,7 @@ def _fit_rows(
         fits = "; ".join(f"rows of {n} fit {', '.join(_fitting(n))}" for n in lengths)
         raise UnsupportedModelError(
             f"{source.path}: {len(refused)} tensors do not fit their scheme: "
-            + "; ".join(f"{row.name} ({row.scheme.label}: {misfit})" for row, misfit in refused),
+            + listed(f"{row.name} ({row.scheme.label}: {misfit})" for row, misfit in refused),
             hint=f"{fits}. Give these tensors a rule, or allow fallbacks.",
         )
     notes = [
@@ -388,7 +390,7 @@ def _narrow_rows(rows: tuple[PlanRow, ...]) -> list[str]:
         )
         advice = "; they would be smaller as they are: use keep = true" if size >= was else ""
         notes.append(
-            f"{len(found)} tensors with short rows cost {8 * size / count:.2f} bits a weight under {label}, because "
-            f"each row carries its own codebook (the first: {found[0].name}, rows of {found[0].shape[-1]}){advice}"
+            f"short rows cost {8 * size / count:.2f} bits a weight under {label}, because each carries its own "
+            f"codebook (tensors: {len(found)}, the first {found[0].name}, rows of {found[0].shape[-1]}){advice}"
         )
     return notes

@@ -406,6 +406,8 @@ def _check_ternary_options(
 
 def _whole_bits(bits: float, scheme: str | None) -> int:
     """The whole number of bits, or the reason why there is none."""
+    if isinstance(bits, bool) or not isinstance(bits, int | float):
+        raise RecipeError(f"bits is {bits!r}; a number is needed")
     if scheme is not None and scheme not in BITS:
         if scheme not in NAMED:
             raise RecipeError(f"scheme is {scheme!r}; available: {', '.join(NAMED)}")

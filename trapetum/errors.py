@@ -17,6 +17,10 @@ The command line prints ``error: MESSAGE`` and ``hint: HINT`` and exits with ``e
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "CheckpointError",
     "FormatError",
@@ -26,6 +30,8 @@ __all__ = [
     "TrapetumError",
     "UnsupportedModelError",
     "VerifyError",
+    "listed",
+    "located",
 ]
 
 
@@ -76,3 +82,30 @@ class VerifyError(TrapetumError):
     """An artifact was checked and found wrong."""
 
     exit_code = 3
+
+
+@contextmanager
+def located(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Put ``path`` before the message of an error of the block that does not name it yet.
+
+    What reads the *content* of a config cannot know which of several models it belongs to; its caller does.
+    """
+    try:
+        yield
+    except TrapetumError as error:
+        if os.fspath(path) in error.message:
+            raise
+        raise type(error)(f"{os.fspath(path)}: {error.message}", hint=error.hint) from error
+
+
+def listed(items: Iterable[str], most: int = 8) -> str:
+    """Items of a message, the first ones spelled out: it stays one line whatever the model's size.
+
+    Examples
+    --------
+    >>> listed(["a", "b"]), listed("abcd", 2)
+    ('a; b', 'a; b; and 2 more')
+    """
+    every = list(items)
+    rest = len(every) - most
+    return "; ".join(every[:most]) + (f"; and {rest} more" if rest > 0 else "")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.errors import CheckpointError, UnsupportedModelError, listed
 
 if TYPE_CHECKING:
     from trapetum.models.config import ModelConfig
@@ -28,7 +28,6 @@ Windows = Callable[[Mapping[str, Any], int], tuple[int | None, ...]]
 
 # Everything that may stand before the text model's own names.
 _PREFIX = r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?"
-_SPELLED_OUT = 8  # faults of a checkpoint in one message
 # Tensors that code recomputes and that some exporters store anyway; skipped and listed.
 _BUFFER = re.compile(r"(?:rotary_emb\.\w+|inv_freq|masked_bias|position_ids|num_batches_tracked|attn\.bias)$")
 
@@ -272,10 +271,9 @@ class Architecture:
         found = self.faults(config, shapes)
         if not found:
             return
-        rest = f"; and {len(found) - _SPELLED_OUT} more" if len(found) > _SPELLED_OUT else ""
         untied = f"{self.tensor_name('head')} is missing" in found
         raise CheckpointError(
-            f"the tensors are not what config.json promises: {'; '.join(found[:_SPELLED_OUT])}{rest}",
+            f"the tensors are not what config.json promises: {listed(found)}",
             hint='if the embedding is the head, set "tie_word_embeddings": true in config.json'
             if untied
             else "the checkpoint is incomplete, or config.json belongs to another one",

@@ -9,10 +9,9 @@ from typing import Any
 from trapetum.errors import VerifyError
 from trapetum.tensors import matrix_shape
 
-__all__ = ["Check", "VerifyReport", "blocks", "listed"]
+__all__ = ["Check", "VerifyReport", "blocks"]
 
 _BLOCK_WEIGHTS = 2 << 20
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,3 @@ def blocks(shape: tuple[int, ...]) -> list[slice]:
     rows, width = matrix_shape(shape)
     step = max(1, _BLOCK_WEIGHTS // max(width, 1))
     return [slice(r, min(r + step, rows)) for r in range(0, rows, step)]
-
-
-def listed(faults: list[str]) -> str:
-    """The first findings as one line."""
-    more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-    return "; ".join(faults[:_SHOWN]) + more

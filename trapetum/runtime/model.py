@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError, KernelUnavailable, RecipeError, UnsupportedModelError
+from trapetum.errors import CheckpointError, KernelUnavailable, RecipeError, UnsupportedModelError, located
 from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import Role
@@ -121,10 +121,11 @@ class Model:
         self.source = source
         self.pool = pool or Pool()
         self.precision = precision
-        self.config: ModelConfig = parse_config(source.config)
-        arch = self.config.architecture
-        shapes = {name: tuple(source.shape(name)) for name in source.names()}
-        arch.check_tensors(self.config, shapes)
+        with located(source.path):
+            self.config: ModelConfig = parse_config(source.config)
+            arch = self.config.architecture
+            shapes = {name: tuple(source.shape(name)) for name in source.names()}
+            arch.check_tensors(self.config, shapes)
         self._names = arch.index(shapes)
         wide = 4 * sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "dense")
         self._expand = wide <= _EXPAND_BYTES

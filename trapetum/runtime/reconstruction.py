@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.errors import listed
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import decoded
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role, resolve, text_config
 from trapetum.progress import Progress
-from trapetum.runtime.checks import Check, blocks, listed
+from trapetum.runtime.checks import Check, blocks
 from trapetum.tensors import DenseTensor
 
 __all__ = ["reconstruction"]

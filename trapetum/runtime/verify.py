@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError
+from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError, listed
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
 from trapetum.formats.gguf_source import GgufSource
@@ -32,7 +32,7 @@ from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import text_config
 from trapetum.progress import Progress
-from trapetum.runtime.checks import Check, VerifyReport, blocks, listed
+from trapetum.runtime.checks import Check, VerifyReport, blocks
 from trapetum.runtime.matrix import build_matrix
 from trapetum.runtime.reconstruction import reconstruction
 from trapetum.tensors import DenseTensor
