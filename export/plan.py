@@ -56,7 +56,7 @@ class ExportRequest:
     source: TensorSource | None = None
     dtype: str | None = None
     gguf_type: str | None = None
-    max_shard_size: int = 5 << 30
+    max_shard_size: int = 5_000_000_000
     fuse: bool = False
     overwrite: bool = False
     threads: int | None = None
