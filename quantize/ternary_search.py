@@ -30,11 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.jit import jit
+from trapetum.quantize.kmeans_stored import round_stored
 
 __all__ = ["fit_groups"]
 
 _MOST_BINS = 128
 _F16_MAX = 65504.0
+
+# Hash of kmeans_stored.py (a test holds it): numba's disk cache looks at this file only, see ``kmeans_rows``.
+_COMPILED_IN = "c0ccf1d494dafe5b"
 
 
 @jit()
@@ -93,11 +97,7 @@ def _to_half(x: float) -> float:
     """``x`` rounded to float16 (nearest, ties to even), never beyond the largest finite value."""
     if abs(x) >= _F16_MAX:
         return _F16_MAX if x > 0.0 else -_F16_MAX
-    if abs(x) < 6.103515625e-05:  # below 2**-14 float16 is a grid of 2**-24
-        big = 1.5 * 2.0**28
-        return (x + big) - big
-    t = x * (2.0**42 + 1.0)  # Veltkamp: the upper 11 of 53 bits, rounded to nearest
-    return t - (t - x)
+    return round_stored(x, True)
 
 
 @jit()

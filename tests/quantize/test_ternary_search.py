@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trapetum.quantize import kmeans_stored, ternary_search
 from trapetum.quantize.ternary_search import fit_groups
 from trapetum.tensors import TernaryTensor
 
@@ -133,3 +137,9 @@ def test_tensor_bytes_are_the_bytes_of_a_gguf_block() -> None:
 def test_code_three_needs_four_levels() -> None:
     with pytest.raises(ValueError, match="3 levels"):
         TernaryTensor(np.full((1, 4), 3, np.uint8), np.ones((1, 1), np.float16))
+
+
+def test_the_compiled_cache_follows_the_rounding() -> None:
+    """numba's cache does not see a change in another file; the constant is one in this file."""
+    source = Path(kmeans_stored.__file__).read_bytes()
+    assert hashlib.sha256(source).hexdigest()[:16] == ternary_search._COMPILED_IN
