@@ -13,7 +13,8 @@ import pytest
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.artifact import Artifact
-from trapetum.formats.packed_ternary import PackedCheckpoint, open_checkpoint
+from trapetum.formats.packed_checkpoint import PackedCheckpoint
+from trapetum.formats.packed_ternary import open_checkpoint
 from trapetum.formats.source import open_source
 from trapetum.packing import pack_bits
 from trapetum.quantize.job import quantize_model

@@ -1,0 +1,166 @@
+"""A checkpoint whose tensors are decoded, renamed or turned when they are read: what all packed formats share.
+
+A format says which tensors it means (:meth:`PackedCheckpoint._find_packed`), which stored tensors stand behind them,
+and how to decode a block of rows. Everything downstream sees plain weights under the names of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.errors import CheckpointError
+from trapetum.formats.checkpoint import Checkpoint
+from trapetum.formats.safetensors import SafetensorsFile
+from trapetum.tensors import BlockTensor, DenseTensor, matrix_shape
+
+__all__ = ["PackedCheckpoint", "PackedRecord"]
+
+_FLOAT32: np.dtype[Any] = np.dtype(np.float32)
+_QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
+
+
+@dataclass(frozen=True)
+class PackedRecord:
+    """What the file holds of one packed tensor: its format and bytes, scales counted."""
+
+    kind: str
+    nbytes: int
+
+
+class PackedCheckpoint(ABC):
+    """A checkpoint that decodes its packed tensors when they are loaded; implements ``TensorSource``.
+
+    Parameters
+    ----------
+    inner : Checkpoint
+        The files; closed with this.
+    """
+
+    kind = "checkpoint"
+    _format = "bitnet"
+
+    def __init__(self, inner: Checkpoint) -> None:
+        self.inner = inner
+        self.path: Path = inner.path
+        self.folder: Path = inner.folder
+        self.title: str = inner.title
+        self.files: list[SafetensorsFile] = inner.files
+        self.notes: list[str] = list(inner.notes)
+        self.config = {k: v for k, v in inner.config.items() if k not in _QUANTIZATION_KEYS}
+        self._packed = self._find_packed()
+        # What is stored, for those who list it (``runtime.inspect``).
+        self.records = {name: PackedRecord(self._format, self._stored_bytes(name)) for name in self._packed}
+
+    @abstractmethod
+    def _find_packed(self) -> dict[str, tuple[int, ...]]:
+        """Packed tensors and their logical shapes."""
+
+    @abstractmethod
+    def _companions(self, name: str) -> tuple[str, ...]:
+        """Stored tensors that belong to a packed one and are no weights of their own."""
+
+    @abstractmethod
+    def _decode(self, name: str, rows: slice) -> NDArray[Any]:
+        """Weights of some rows, [rows, in_features] of dtype :meth:`dtype`; ``rows`` has start and stop."""
+
+    def _stored_name(self, name: str) -> str:
+        """The stored tensor whose place in the file (and bytes, where it is not packed) a name stands for."""
+        return name
+
+    def _logical_name(self, stored: str) -> str:
+        """Undo :meth:`_stored_name`."""
+        return stored
+
+    def names(self) -> list[str]:
+        """Tensor names in the order of the files, without scales."""
+        hidden = {c for name in self._packed for c in self._companions(name)}
+        return [self._logical_name(n) for n in self.inner.names() if n not in hidden]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape."""
+        return self._packed[name] if name in self._packed else self.inner.shape(self._stored_name(name))
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Stored dtype; float32 of a packed tensor."""
+        return _FLOAT32 if name in self._packed else self.inner.dtype(self._stored_name(name))
+
+    def layout(self, name: str) -> str:
+        """Always ``"dense"``."""
+        return self.inner.layout(self._stored_name(name))
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor is decoded from packed codes."""
+        return name in self._packed
+
+    def block_type(self, name: str) -> str | None:
+        """The type of the blocks that :meth:`stored` gives; None where the decoded values are all there is."""
+        return None
+
+    def stored(self, name: str, rows: slice | None = None) -> BlockTensor:
+        """The blocks of a tensor that has a :meth:`block_type`.
+
+        Raises
+        ------
+        CheckpointError
+            If it has none.
+        """
+        raise self._bad(name, "is not stored in blocks")
+
+    def file(self, name: str) -> Path:
+        """The file that holds a tensor, for messages."""
+        return self.inner.file(self._stored_name(name))
+
+    def load(self, name: str, rows: slice | None = None) -> DenseTensor:
+        """A tensor, or some rows of its matrix form, decoded where it is packed.
+
+        Raises
+        ------
+        CheckpointError
+            If there is no such tensor, or its codes or scales are none of the format's.
+        """
+        if name not in self._packed:
+            return self.inner.load(self._stored_name(name), rows)
+        shape = self._packed[name]
+        start, stop, _ = (rows or slice(None)).indices(matrix_shape(shape)[0])
+        values = self._decode(name, slice(start, max(start, stop)))
+        return DenseTensor(values if rows is not None else values.reshape(shape))
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Drop mapped pages: those of the whole tensor where it is packed."""
+        self.inner.release(self._stored_name(name), None if name in self._packed else rows)
+
+    def packed_format(self) -> None:
+        """None: the weights that are read here are plain."""
+        return None
+
+    def tokenizer_file(self) -> Path | None:
+        """tokenizer.json, where there is one."""
+        return self.inner.tokenizer_file()
+
+    def side_files(self) -> list[Path]:
+        """Config, tokenizer and generation files beside the weights."""
+        return self.inner.side_files()
+
+    def close(self) -> None:
+        """Close all files."""
+        self.inner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _stored_bytes(self, name: str) -> int:
+        stored = (self._stored_name(name), *self._companions(name))
+        return sum(math.prod(self.inner.shape(n)) * self.inner.dtype(n).itemsize for n in stored)
+
+    def _bad(self, name: str, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.file(name)}: tensor {name}: {text}")
