@@ -2,7 +2,8 @@
 
 NumPy has neither bfloat16 nor float8, so those come from ``ml_dtypes``. Everything is little-endian, as the
 format demands. The float8 codes mean the variants of the FP8 paper: ``F8_E4M3`` is "fn" (no infinity, 0x7F
-and 0xFF are NaN, largest value 448), ``F8_E5M2`` has infinities (largest value 57344).
+and 0xFF are NaN, largest value 448), ``F8_E5M2`` has infinities (largest value 57344); ``F8_E8M0`` are powers of two,
+which scales come in.
 
 Source: the safetensors format description (codes); Micikevicius et al. 2022, "FP8 formats for deep learning".
 """
@@ -23,6 +24,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
     "I16": np.dtype("<i2"),
