@@ -44,7 +44,8 @@ from trapetum.formats.atomic import require_space
 from trapetum.formats.cbk import padded_vocab
 from trapetum.formats.cbk_manifest import MODEL_FILE, manifest_paths
 from trapetum.formats.cbk_matrix import S16Builder
-from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader, Record
+from trapetum.formats.cbk_layouts import CBK_LAYOUTS
+from trapetum.formats.cbk_records import CbkHeader, Record
 from trapetum.formats.cbk_writer import CbkWriter
 from trapetum.formats.decoded import decoded
 from trapetum.formats.source import TensorSource

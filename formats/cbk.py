@@ -23,18 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
+from trapetum.formats.cbk_additive import parse_additive
 from trapetum.formats.cbk_header import read_header
 from trapetum.formats.cbk_manifest import MODEL_FILE, is_intact, manifest_paths
-from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16
+from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16, unpack_s256
 from trapetum.formats.cbk_records import CbkHeader, Record
 from trapetum.formats.checksums import file_sha256
 from trapetum.formats.mapped import MappedFile
 from trapetum.formats.strict_json import parse_json, shown
-from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor
+from trapetum.tensors import AdditiveTensor, CodebookTensor, DenseTensor, QuantizedTensor
 
 __all__ = ["CbkFile", "padded_vocab"]
 
 _DENSE: dict[str, np.dtype[Any]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2")}
+_UNPACK = {"S16": unpack_s16, "S256": unpack_s256}
 # Rows of these two are padded; by name, so that the record tables need not say it.
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 # Keys that a config.json beside the file may add; the others are the header's, or mean another architecture.
@@ -76,9 +78,9 @@ class CbkFile:
         self.manifest = self._read_manifest()
         beside = self._neighbour_config()
         if vocab_size is not None and "vocab_size" not in beside:
-            if padded_vocab(vocab_size) != header.sizes["vocab"]:
+            if padded_vocab(vocab_size) != header.sizes.get("vocab"):
                 raise FormatError(
-                    f"{path}: a vocabulary of {vocab_size} does not fit the header's {header.sizes['vocab']}"
+                    f"{path}: a vocabulary of {vocab_size} does not fit the header's {header.sizes.get('vocab')}"
                 )
             beside["vocab_size"] = vocab_size
         self.vocab_known = "vocab_size" in beside
@@ -130,8 +132,11 @@ class CbkFile:
         return _DENSE.get(self.records[name].kind, np.dtype("<f4"))
 
     def layout(self, name: str) -> str:
-        """``dense`` or ``codebook``."""
-        return "dense" if self.records[name].kind in _DENSE else "codebook"
+        """``dense``, ``codebook`` or ``additive``."""
+        kind = self.records[name].kind
+        if kind in _DENSE:
+            return DenseTensor.layout
+        return CodebookTensor.layout if kind in _UNPACK else AdditiveTensor.layout
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """One tensor, or some of its rows.
@@ -144,12 +149,12 @@ class CbkFile:
 
         Returns
         -------
-        DenseTensor (f16, f32) or CodebookTensor (codebook float32)
+        DenseTensor (f16, f32), CodebookTensor (codebook float32) or AdditiveTensor
 
         Raises
         ------
         FormatError
-            If a value is not finite.
+            If a value is not finite, or an additive record has another form than the header says.
         """
         record, shape = self.records[name], self.shape(name)
         matrix = shape if len(shape) == 2 else (1, *shape)
@@ -161,8 +166,14 @@ class CbkFile:
             values = raw.view(dtype).reshape(-1, matrix[1])
             self._finite(name, values)
             return DenseTensor(values if rows is not None else values.reshape(shape))
+        part = slice(start, max(start, stop))
+        if record.kind not in _UNPACK:
+            whole = self._additive(record)
+            self._finite(name, whole.codebooks)
+            self._finite(name, whole.scales[part])
+            return AdditiveTensor(whole.codes[:, :, part], whole.codebooks, whole.scales[part])
         packed, table = self._matrix(record)
-        codes, codebook = unpack_s16(packed, table, slice(start, stop))
+        codes, codebook = _UNPACK[record.kind](packed, table, part)
         self._finite(name, codebook)
         return CodebookTensor(codes, codebook)
 
@@ -196,14 +207,7 @@ class CbkFile:
         for name, record in self.records.items():
             if self.manifest is not None and self._digest(record) != known.get(name):
                 yield name, "the bytes differ from the manifest's checksum"
-            if record.kind in _DENSE:
-                values = self._data.read(record.offset, record.offset + record.nbytes).view(
-                    _DENSE[record.kind]
-                )
-                padding = values.reshape(record.shape)[self.shape(name)[0] :]
-            else:
-                values = self._matrix(record)[1]
-                padding = values[:, self.shape(name)[0] :]
+            values, padding = self._checked(name, record)
             if bad := int(np.count_nonzero(~np.isfinite(values))):
                 yield name, f"{bad} values are not finite"
             if np.any(padding):
@@ -243,12 +247,36 @@ class CbkFile:
     ) -> None:
         self.close()
 
+    def _checked(self, name: str, record: Record) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Every float of a record, and those of its padding rows."""
+        rows = self.shape(name)[0]
+        if record.kind in _DENSE:
+            values = self._data.read(record.offset, record.offset + record.nbytes).view(_DENSE[record.kind])
+            return values, values.reshape(record.shape)[rows:]
+        if record.kind in _UNPACK:
+            table = self._matrix(record)[1]
+            return table, table[:, rows:]
+        whole = self._additive(record)
+        return np.concatenate([whole.codebooks.reshape(-1), whole.scales]), whole.scales[rows:]
+
+    def _additive(self, record: Record) -> AdditiveTensor:
+        what = f"{self.path}: tensor {record.name}"
+        found = parse_additive(self._data.read(record.offset, record.offset + record.nbytes).data, what)
+        count = int(record.kind[1:])
+        if found.shape != record.shape or found.num_codebooks != count:
+            raise FormatError(
+                f"{what}: its record is {list(found.shape)} with {found.num_codebooks} codebooks; the header says "
+                f"{list(record.shape)} with {count}"
+            )
+        return found
+
     def _matrix(self, record: Record) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
         out, inputs = record.shape
-        middle = record.offset + inputs * out // 2
-        packed = self._data.read(record.offset, middle).reshape(inputs, out // 2)
-        table = self._data.read(middle, middle + 4 * ENTRIES * out)
-        return packed, table.view("<f4").reshape(ENTRIES, out)
+        entries = ENTRIES[record.kind]
+        middle = record.offset + record.nbytes - 4 * entries * out
+        packed = self._data.read(record.offset, middle).reshape(inputs, -1)
+        table = self._data.read(middle, record.offset + record.nbytes)
+        return packed, table.view("<f4").reshape(entries, out)
 
     def _digest(self, record: Record) -> str:
         digest = hashlib.sha256()
@@ -283,6 +311,8 @@ class CbkFile:
     def _neighbour_config(self) -> dict[str, Any]:
         """Real vocabulary size and token ids, from the manifest or from config.json."""
         sizes = self.header.sizes
+        if "vocab" not in sizes:  # a block without embedding and head
+            return {}
         candidates: list[tuple[Path | None, dict[str, Any]]] = []
         if self.manifest is not None:
             candidates.append((None, self.manifest.get("config", {})))
@@ -305,7 +335,7 @@ class CbkFile:
     def _synthesize(self, beside: dict[str, Any]) -> dict[str, Any]:
         layout, values = self.header.layout, self.header.values
         return {
-            **layout.config,
+            **layout.config(values),
             **{key: values[field] for key, field in layout.config_keys.items()},
             "trapetum_inv_freq": [float(v) for v in self.header.inv_freq],
             **beside,

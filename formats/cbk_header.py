@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import FormatError
-from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader
+from trapetum.formats.cbk_layouts import CBK_LAYOUTS
+from trapetum.formats.cbk_records import CbkHeader
 from trapetum.formats.mapped import MappedFile
 
 __all__ = ["read_header"]
@@ -47,9 +48,8 @@ def read_header(path: Path, data: MappedFile) -> CbkHeader:
     if broken := layout.violations(values):
         raise FormatError(f"{path}: the {magic} header is impossible: {'; '.join(broken)}")
     odd = [name for name, code in layout.fields if code == "f" and not np.isfinite(values[name])]
-    if odd or not 0 <= values["eps"] < 1:
-        names = ", ".join(odd or ["eps"])
-        raise FormatError(f"{path}: the {magic} header is impossible: {names} out of range")
+    if odd:
+        raise FormatError(f"{path}: the {magic} header is impossible: {', '.join(odd)} out of range")
     count = layout.sizes(values)[layout.inv_freq]
     if not layout.stored_inv_freq:
         inv_freq = _computed_inv_freq(path, values)
@@ -60,10 +60,12 @@ def read_header(path: Path, data: MappedFile) -> CbkHeader:
     if not np.isfinite(inv_freq).all():
         raise FormatError(f"{path}: the rotary frequencies hold values that are not finite")
     header = CbkHeader(layout, values, inv_freq)
-    if (expected := header.file_bytes()) != data.size:
+    if (expected := header.file_bytes(data.size)) != data.size:
+        # counted as far as the file reaches: a garbage header may describe millions of records
         fault = "truncated" if data.size < expected else "bytes after the last record"
+        least = "at least " if data.size < expected else ""
         raise FormatError(
-            f"{path}: the file has {data.size:,} bytes, its header describes {expected:,} ({fault})",
+            f"{path}: the file has {data.size:,} bytes, its header describes {least}{expected:,} ({fault})",
             hint="Copy or export the file again.",
         )
     return header

@@ -3,16 +3,18 @@
 A .cbk has no tensor table: it is a magic, a header of integers and floats, and one sequential walk of
 records whose lengths all follow from the header (docs/formats/cbk.md has the byte table). So one
 :class:`CbkLayout` a magic says everything: reader, writer, size prediction and export share it, and a new
-magic is one more entry of ``CBK_LAYOUTS`` (plus one entry of ``KINDS`` where it brings a new kind of
-record).
+magic is one more entry of ``formats.cbk_layouts.CBK_LAYOUTS`` (plus one entry of ``KINDS`` where it brings a new
+kind of record).
 
-=====  ============================================================  ===================================
-kind   bytes of shape [out, in] (or [n])                             content
-=====  ============================================================  ===================================
-f32    4 * n                                                         float32
-f16    2 * out * in                                                  float16, row-major, in fastest
-S16    out * in / 2 (codes) + 64 * out (codebook f32 [16][out])      see ``formats.cbk_matrix``
-=====  ============================================================  ===================================
+=======  ============================================================  ===================================
+kind     bytes of shape [out, in] (or [n])                             content
+=======  ============================================================  ===================================
+f32      4 * n                                                         float32
+f16      2 * out * in                                                  float16, row-major, in fastest
+S16      out * in / 2 (codes) + 64 * out (codebook f32 [16][out])      see ``formats.cbk_matrix``
+S256     out * in (codes) + 1024 * out (codebook f32 [256][out])       see ``formats.cbk_matrix``
+A2, A3   24 + 4096 M + 2 * out + M * in / 8 * out                      see ``formats.cbk_additive``
+=======  ============================================================  ===================================
 """
 
 from __future__ import annotations
@@ -26,14 +28,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CBK_LAYOUTS", "KINDS", "Block", "CbkHeader", "CbkLayout", "Item", "Record", "Rule"]
+from trapetum.formats.cbk_additive import additive_record_size
+
+__all__ = ["KINDS", "Block", "CbkHeader", "CbkLayout", "Item", "Record", "Rule", "Values"]
 
 Sizes = Mapping[str, int]
+Values = Mapping[str, int | float]
 
 KINDS: dict[str, Callable[[tuple[int, ...]], int]] = {
     "f32": lambda shape: 4 * math.prod(shape),
     "f16": lambda shape: 2 * math.prod(shape),
     "S16": lambda shape: shape[0] * shape[1] // 2 + 16 * 4 * shape[0],
+    "S256": lambda shape: shape[0] * shape[1] + 256 * 4 * shape[0],
+    "A2": lambda shape: additive_record_size(2, *shape),
+    "A3": lambda shape: additive_record_size(3, *shape),
 }
 
 
@@ -54,10 +62,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Item:
-    """A line of a walk: ``name`` may use loop indices (``{layer}``), ``shape`` names sizes of the header."""
+    """A line of a walk: ``name`` may use loop indices (``{layer}``), ``shape`` names sizes of the header.
+
+    ``kind`` may depend on the header (8-bit roles, additive experts).
+    """
 
     name: str
-    kind: str
+    kind: str | Callable[[Sizes], str]
     shape: tuple[str, ...]
     when: Callable[[Sizes], bool] | None = None
 
@@ -74,12 +85,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Rule:
-    """A constraint on one size: ``size`` (``words`` in config.json terms) must be ``demand``."""
+    """A constraint on one field or size: ``size`` (``words`` in config.json terms) must be ``demand``."""
 
     size: str
     words: str
     demand: str
-    holds: Callable[[int], bool]
+    holds: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -100,8 +111,8 @@ class CbkLayout:
         The records.
     rules : tuple of Rule
         What reader and kernels of the format demand.
-    config : mapping
-        Fixed entries of the synthesized config.json.
+    config : callable
+        Entries of the synthesized config.json that follow from the header's values.
     config_keys : mapping
         config.json key -> header field.
     """
@@ -113,7 +124,7 @@ class CbkLayout:
     stored_inv_freq: bool
     walk: tuple[Item | Block, ...]
     rules: tuple[Rule, ...]
-    config: Mapping[str, Any]
+    config: Callable[[Values], dict[str, Any]]
     config_keys: Mapping[str, str]
 
     @property
@@ -121,20 +132,22 @@ class CbkLayout:
         """``struct`` format of the header fields (little-endian, unaligned)."""
         return "<" + "".join(code for _, code in self.fields)
 
-    def sizes(self, values: Mapping[str, int | float]) -> dict[str, int]:
+    def sizes(self, values: Values) -> dict[str, int]:
         """Integer fields and everything derived from them."""
         sizes = {name: int(values[name]) for name, code in self.fields if code == "i"}
         for name, rule in self.derived.items():
             sizes[name] = rule(sizes)
         return sizes
 
-    def violations(self, values: Mapping[str, int | float]) -> list[str]:
+    def violations(self, values: Values) -> list[str]:
         """Every broken rule, one phrase each, e.g. ``"hidden_size is 200, not a multiple of 256"``."""
-        sizes = self.sizes(values)
+        found = {**values, **self.sizes(values)}
         return [
-            f"{rule.words} is {sizes[rule.size]}, not {rule.demand}"
+            f"{rule.words} is {found[rule.size]:g}, not {rule.demand}"
+            if isinstance(found[rule.size], float)
+            else f"{rule.words} is {found[rule.size]}, not {rule.demand}"
             for rule in self.rules
-            if not rule.holds(sizes[rule.size])
+            if not rule.holds(found[rule.size])
         ]
 
 
@@ -151,7 +164,7 @@ class CbkHeader:
     """
 
     layout: CbkLayout
-    values: Mapping[str, int | float]
+    values: Values
     inv_freq: NDArray[np.float32]
 
     @property
@@ -179,13 +192,14 @@ class CbkHeader:
             yield record
             offset += record.nbytes
 
-    def file_bytes(self) -> int:
-        """Exact length of the file.
+    def file_bytes(self, limit: float = math.inf) -> int:
+        """Exact length of the file; counting ends once it is beyond ``limit`` (the header may be garbage).
 
         Examples
         --------
         Llama-2-7B; the published file has 3,655,827,760 bytes.
 
+        >>> from trapetum.formats.cbk_layouts import CBK_LAYOUTS
         >>> values = dict(n_layers=32, hidden=4096, n_heads=32, n_kv=32, head_dim=128, inter=11008)
         >>> values |= dict(vocab=32000, eps=1e-5, rope_base=1e4, rope_scale=1.0, has_bias=0)
         >>> CbkHeader(CBK_LAYOUTS["CBK3"], values, np.ones(64, np.float32)).file_bytes()
@@ -194,6 +208,8 @@ class CbkHeader:
         end = self.nbytes
         for record in self.records():
             end = record.offset + record.nbytes
+            if end > limit:
+                break
         return end
 
 
@@ -204,118 +220,8 @@ def _walk(
         if item.when is not None and not item.when(names):
             continue
         if isinstance(item, Item):
-            yield item.name.format_map(names), item.kind, tuple(sizes[s] for s in item.shape)
+            kind = item.kind if isinstance(item.kind, str) else item.kind(sizes)
+            yield item.name.format_map(names), kind, tuple(sizes[s] for s in item.shape)
         else:
             for index in range(sizes[item.count]):
                 yield from _walk(item.items, sizes, {**names, item.index: index})
-
-
-def _multiple_of_256(n: int) -> bool:
-    return n > 0 and n % 256 == 0
-
-
-def _power_of_two(n: int) -> bool:
-    return 2 <= n <= 1024 and n & (n - 1) == 0
-
-
-def _positive(n: int) -> bool:
-    return 0 < n < 1 << 20
-
-
-_TILE = "a multiple of 256"
-# S16 kernels take 256 output columns at a time; head_dim is reduced in a tree with one thread an element.
-_LLAMA_RULES = (
-    # bounds the walk of a file whose header is garbage: a million layers would take half a minute to refuse
-    Rule("n_layers", "num_hidden_layers", "between 1 and 4096", lambda n: 0 < n <= 4096),
-    Rule("n_heads", "num_attention_heads", "between 1 and 1048575", _positive),
-    Rule("n_kv", "num_key_value_heads", "between 1 and 1048575", _positive),
-    Rule("n_heads % n_kv", "num_attention_heads % num_key_value_heads", "0", lambda n: n == 0),
-    Rule("head_dim", "head_dim", "a power of two from 2 to 1024", _power_of_two),
-    Rule("hidden", "hidden_size", _TILE, _multiple_of_256),
-    Rule("inter", "intermediate_size", _TILE, _multiple_of_256),
-    Rule("q_dim", "num_attention_heads * head_dim", _TILE, _multiple_of_256),
-    Rule("kv_dim", "num_key_value_heads * head_dim", _TILE, _multiple_of_256),
-    Rule("vocab", "the padded vocabulary", _TILE, _multiple_of_256),
-)
-
-
-def _has_bias(sizes: Sizes) -> bool:
-    return bool(sizes.get("has_bias"))
-
-
-_ATTENTION = "model.layers.{layer}.self_attn."
-_LLAMA_WALK: tuple[Item | Block, ...] = (
-    Item("model.embed_tokens.weight", "f16", ("vocab", "hidden")),
-    Block(
-        "layer",
-        "n_layers",
-        (
-            Item("model.layers.{layer}.input_layernorm.weight", "f32", ("hidden",)),
-            Item(_ATTENTION + "q_proj.weight", "S16", ("q_dim", "hidden")),
-            Item(_ATTENTION + "q_proj.bias", "f32", ("q_dim",), _has_bias),
-            Item(_ATTENTION + "k_proj.weight", "S16", ("kv_dim", "hidden")),
-            Item(_ATTENTION + "k_proj.bias", "f32", ("kv_dim",), _has_bias),
-            Item(_ATTENTION + "v_proj.weight", "S16", ("kv_dim", "hidden")),
-            Item(_ATTENTION + "v_proj.bias", "f32", ("kv_dim",), _has_bias),
-            Item(_ATTENTION + "o_proj.weight", "S16", ("hidden", "q_dim")),
-            Item("model.layers.{layer}.post_attention_layernorm.weight", "f32", ("hidden",)),
-            Item("model.layers.{layer}.mlp.gate_proj.weight", "S16", ("inter", "hidden")),
-            Item("model.layers.{layer}.mlp.up_proj.weight", "S16", ("inter", "hidden")),
-            Item("model.layers.{layer}.mlp.down_proj.weight", "S16", ("hidden", "inter")),
-        ),
-    ),
-    Item("model.norm.weight", "f32", ("hidden",)),
-    Item("lm_head.weight", "S16", ("vocab", "hidden")),
-)
-_LLAMA_INTS = tuple((n, "i") for n in ("n_layers", "hidden", "n_heads", "n_kv", "head_dim", "inter", "vocab"))
-_LLAMA_DERIVED: dict[str, Callable[[Sizes], int]] = {
-    "q_dim": lambda s: s["n_heads"] * s["head_dim"],
-    "kv_dim": lambda s: s["n_kv"] * s["head_dim"],
-    "half_head": lambda s: s["head_dim"] // 2,
-    "n_heads % n_kv": lambda s: s["n_heads"] % s["n_kv"] if s["n_kv"] > 0 else s["n_heads"],
-}
-_LLAMA_CONFIG_KEYS = {
-    "num_hidden_layers": "n_layers",
-    "hidden_size": "hidden",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv",
-    "head_dim": "head_dim",
-    "intermediate_size": "inter",
-    "vocab_size": "vocab",
-    "rms_norm_eps": "eps",
-    "rope_theta": "rope_base",
-}
-
-
-def _llama(magic: str, tail: tuple[tuple[str, str], ...], rules: tuple[Rule, ...], stored: bool) -> CbkLayout:
-    return CbkLayout(
-        magic=magic,
-        fields=(*_LLAMA_INTS, ("eps", "f"), ("rope_base", "f"), *tail),
-        derived=_LLAMA_DERIVED,
-        inv_freq="half_head",
-        stored_inv_freq=stored,
-        walk=_LLAMA_WALK,
-        rules=(*_LLAMA_RULES, *rules),
-        config={
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        },
-        config_keys=_LLAMA_CONFIG_KEYS,
-    )
-
-
-CBK_LAYOUTS: dict[str, CbkLayout] = {
-    layout.magic: layout
-    for layout in (
-        _llama("CBK1", (), (), stored=False),
-        _llama("CBK2", (("rope_scale", "f"),), (), stored=False),
-        _llama(
-            "CBK3",
-            (("rope_scale", "f"), ("has_bias", "i")),
-            (Rule("has_bias", "has_bias", "0 or 1", lambda n: n in (0, 1)),),
-            stored=True,
-        ),
-    )
-}

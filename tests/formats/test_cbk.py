@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from trapetum.errors import FormatError, OutputError, TrapetumError
 from trapetum.formats.cbk import CbkFile, padded_vocab
+from trapetum.formats.cbk_layouts import CBK_LAYOUTS
 from trapetum.formats.cbk_matrix import S16Builder, unpack_s16
-from trapetum.formats.cbk_records import CBK_LAYOUTS, CbkHeader
+from trapetum.formats.cbk_records import CbkHeader
 from trapetum.formats.cbk_writer import CbkWriter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "CBK3.cbk"
