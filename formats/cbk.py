@@ -27,7 +27,7 @@ from trapetum.formats.cbk_additive import parse_additive
 from trapetum.formats.cbk_header import read_header
 from trapetum.formats.cbk_manifest import MODEL_FILE, is_intact, manifest_paths
 from trapetum.formats.cbk_matrix import ENTRIES, unpack_s16, unpack_s256
-from trapetum.formats.cbk_records import CbkHeader, Record
+from trapetum.formats.cbk_records import STORED, CbkHeader, Record
 from trapetum.formats.checksums import file_sha256
 from trapetum.formats.mapped import MappedFile
 from trapetum.formats.strict_json import parse_json, shown
@@ -128,8 +128,9 @@ class CbkFile:
         return record.shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Stored dtype of a dense record; float32 for a codebook."""
-        return _DENSE.get(self.records[name].kind, np.dtype("<f4"))
+        """Stored dtype of a dense record; float32 for a codebook, and where values are decoded (``STORED``)."""
+        record = self.records[name]
+        return np.dtype("<f4") if record.stored else _DENSE.get(record.kind, np.dtype("<f4"))
 
     def layout(self, name: str) -> str:
         """``dense``, ``codebook`` or ``additive``."""
@@ -165,6 +166,8 @@ class CbkFile:
             raw = self._data.read(record.offset + start * step, record.offset + max(stop, start) * step)
             values = raw.view(dtype).reshape(-1, matrix[1])
             self._finite(name, values)
+            if record.stored:
+                values = STORED[record.stored].decode(values.astype(np.float32), self.header.sizes)
             return DenseTensor(values if rows is not None else values.reshape(shape))
         part = slice(start, max(start, stop))
         if record.kind not in _UNPACK:

@@ -81,21 +81,29 @@ _LLAMA_WALK = (
     ),
     *_END,
 )
+
+
+def _gemma_norm(name: str) -> Item:
+    return Item(_LAYER + name + ".weight", "f32", ("hidden",), stored="plus one")
+
+
+# Norms and embedding are stored as they are multiplied; the head is the embedding of the checkpoint.
 _GEMMA_WALK = (
-    _EMBED,
+    Item("model.embed_tokens.weight", "f16", ("vocab", "hidden"), stored="times root of hidden"),
     Block(
         "layer",
         "n_layers",
         (
-            _norm("input_layernorm"),
+            _gemma_norm("input_layernorm"),
             *_ATTENTION_ITEMS,
-            _norm("post_attention_layernorm"),
-            _norm("pre_feedforward_layernorm"),
+            _gemma_norm("post_attention_layernorm"),
+            _gemma_norm("pre_feedforward_layernorm"),
             *_FEED_FORWARD,
-            _norm("post_feedforward_layernorm"),
+            _gemma_norm("post_feedforward_layernorm"),
         ),
     ),
-    *_END,
+    Item("model.norm.weight", "f32", ("hidden",), stored="plus one"),
+    Item("lm_head.weight", "S16", ("vocab", "hidden")),
 )
 _INTS = tuple((n, "i") for n in ("n_layers", "hidden", "n_heads", "n_kv", "head_dim", "inter", "vocab"))
 _DERIVED: dict[str, Callable[[Sizes], int]] = {
@@ -127,7 +135,7 @@ def _llama_config(values: Mapping[str, int | float]) -> dict[str, Any]:
 
 
 def _gemma_config(values: Mapping[str, int | float]) -> dict[str, Any]:
-    """Gemma 2 as the file means it: no window, embedding and norms as they are multiplied (sqrt(hidden), 1 + w)."""
+    """Gemma 2 as the runtimes of the format compute it: no window."""
     return {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
@@ -137,8 +145,6 @@ def _gemma_config(values: Mapping[str, int | float]) -> dict[str, Any]:
         "attn_logit_softcapping": values["attn_softcap"] or None,
         "final_logit_softcapping": values["final_softcap"] or None,
         "layer_types": ["full_attention"] * int(values["n_layers"]),
-        "trapetum_norm_offset": 0.0,
-        "trapetum_embedding_scale": 1.0,
     }
 
 

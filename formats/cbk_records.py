@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from trapetum.formats.cbk_additive import additive_record_size
 
-__all__ = ["KINDS", "Block", "CbkHeader", "CbkLayout", "Item", "Record", "Rule", "Values"]
+__all__ = ["KINDS", "STORED", "Block", "CbkHeader", "CbkLayout", "Item", "Record", "Rule", "Stored", "Values"]
 
 Sizes = Mapping[str, int]
 Values = Mapping[str, int | float]
@@ -45,6 +45,28 @@ KINDS: dict[str, Callable[[tuple[int, ...]], int]] = {
 }
 
 
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a record's values relate to those of a checkpoint: ``encode`` before they are written, ``decode`` after."""
+
+    encode: Callable[[Floats, Sizes], Floats]
+    decode: Callable[[Floats, Sizes], Floats]
+
+
+STORED = {
+    "": Stored(lambda w, sizes: w, lambda w, sizes: w),
+    "plus one": Stored(lambda w, sizes: w + np.float32(1), lambda w, sizes: w - np.float32(1)),
+    "times root of hidden": Stored(
+        lambda w, sizes: w * np.float32(math.sqrt(sizes["hidden"])),
+        lambda w, sizes: w / np.float32(math.sqrt(sizes["hidden"])),
+    ),
+}
+"""Values of ``Item.stored``; for dense records only."""
+
+
 @dataclass(frozen=True)
 class Record:
     """One record of a file: ``name`` as in a Hugging Face checkpoint, ``offset`` in bytes from the start."""
@@ -53,6 +75,7 @@ class Record:
     kind: str
     shape: tuple[int, ...]
     offset: int
+    stored: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -64,13 +87,14 @@ class Record:
 class Item:
     """A line of a walk: ``name`` may use loop indices (``{layer}``), ``shape`` names sizes of the header.
 
-    ``kind`` may depend on the header (8-bit roles, additive experts).
+    ``kind`` may depend on the header (8-bit roles, additive experts); ``stored`` is a key of :data:`STORED`.
     """
 
     name: str
     kind: str | Callable[[Sizes], str]
     shape: tuple[str, ...]
     when: Callable[[Sizes], bool] | None = None
+    stored: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,8 +211,8 @@ class CbkHeader:
     def records(self) -> Iterator[Record]:
         """Every record in file order, with its offset."""
         offset = self.nbytes
-        for name, kind, shape in _walk(self.layout.walk, self.sizes, self.sizes):
-            record = Record(name, kind, shape, offset)
+        for name, kind, shape, stored in _walk(self.layout.walk, self.sizes, self.sizes):
+            record = Record(name, kind, shape, offset, stored)
             yield record
             offset += record.nbytes
 
@@ -215,13 +239,13 @@ class CbkHeader:
 
 def _walk(
     items: tuple[Item | Block, ...], sizes: Sizes, names: Sizes
-) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+) -> Iterator[tuple[str, str, tuple[int, ...], str]]:
     for item in items:
         if item.when is not None and not item.when(names):
             continue
         if isinstance(item, Item):
             kind = item.kind if isinstance(item.kind, str) else item.kind(sizes)
-            yield item.name.format_map(names), kind, tuple(sizes[s] for s in item.shape)
+            yield item.name.format_map(names), kind, tuple(sizes[s] for s in item.shape), item.stored
         else:
             for index in range(sizes[item.count]):
                 yield from _walk(item.items, sizes, {**names, item.index: index})
