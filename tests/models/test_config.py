@@ -136,8 +136,16 @@ def test_bad_window() -> None:
 
 
 def test_other_activation_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="gelu"):
-        parse_config(changed(hidden_act="gelu"))
+    with pytest.raises(UnsupportedModelError, match="relu2"):
+        parse_config(changed(hidden_act="relu2"))
+
+
+@pytest.mark.parametrize(
+    "keys", [{"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}]
+)
+def test_partial_rotation_is_refused_where_a_family_has_none(keys: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
+        parse_config(changed(**keys))
 
 
 def test_no_architecture_names_file_and_keys() -> None:

@@ -62,7 +62,7 @@ class MemorySource:
     def side_files(self) -> list[Path]:
         return sorted(self.path.glob("*.json"))
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, rows: slice | None = None) -> None:
         pass
 
     def close(self) -> None:

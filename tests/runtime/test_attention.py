@@ -7,7 +7,7 @@ import pytest
 
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.rope import Rope
-from trapetum.runtime.attention import Cache, attend, rotary_tables, rotate
+from trapetum.runtime.attention import KeyValues, attend, rotary_tables, rotate
 
 
 def naive(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None) -> np.ndarray:
@@ -53,16 +53,14 @@ def test_rotation_by_complex_numbers() -> None:
     np.testing.assert_allclose(turned, np.concatenate([z.real, z.imag], axis=-1), atol=3e-6)
 
 
-def test_cache_grows_without_losing_anything() -> None:
+def test_keys_and_values_grow_without_losing_anything() -> None:
     rng = np.random.default_rng(1)
-    cache = Cache(2, 1, 3, 4, capacity=1)
-    seen: list[list[np.ndarray]] = [[], []]
+    state, length = KeyValues(1, 3, 4, capacity=1), 0
+    seen: list[np.ndarray] = []
     for size in (1, 1, 5, 2):
-        cache.reserve(size)
-        for layer in range(2):
-            k = rng.standard_normal((1, size, 3, 4)).astype(np.float32)
-            seen[layer].append(k)
-            keys, values = cache.append(layer, k, -k)
-            np.testing.assert_array_equal(keys, np.concatenate(seen[layer], axis=1).transpose(0, 2, 1, 3))
-            np.testing.assert_array_equal(values, -keys)
-        cache.length += size
+        k = rng.standard_normal((1, size, 3, 4)).astype(np.float32)
+        seen.append(k)
+        keys, values = state.append(length, k, -k)
+        np.testing.assert_array_equal(keys, np.concatenate(seen, axis=1).transpose(0, 2, 1, 3))
+        np.testing.assert_array_equal(values, -keys)
+        length += size

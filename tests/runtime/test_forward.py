@@ -186,7 +186,7 @@ def test_dense_weights_kept_narrow_give_the_same_bits(
     ids = np.random.default_rng(5).integers(0, 2048, 100).tolist()
     with trapetum.load(demo_model) as model:
         wide = model.logits(ids)
-    monkeypatch.setattr("trapetum.runtime.model._EXPAND_BYTES", 0)
+    monkeypatch.setattr("trapetum.runtime.weights._EXPAND_BYTES", 0)
     with trapetum.load(demo_model) as model:
         assert model.embed.values.dtype.name == "bfloat16"  # type: ignore[attr-defined]
         np.testing.assert_array_equal(model.logits(ids), wide)

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
-from trapetum.models.architectures import Architecture, resolve, text_config
-from trapetum.models.rope import Rope, parse_rope
+from trapetum.models.architectures import Architecture, Section, resolve, text_config
+from trapetum.models.layer_types import SLIDING
+from trapetum.models.rope import Rope, parse_ropes
 
-__all__ = ["ModelConfig", "parse_config"]
+__all__ = ["ACTIVATIONS", "ModelConfig", "parse_config"]
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
+"""Values of ``hidden_act`` that ``runtime.layers`` computes."""
+
+# Keys of ``Architecture.options`` that are numbers.
+_NUMBERS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,27 @@ class ModelConfig:
     hidden_size, intermediate_size, num_hidden_layers, vocab_size : int
     num_attention_heads, num_key_value_heads, head_dim : int
     rms_norm_eps : float
-    rope : Rope
+    layer_types : tuple of str
+        See ``models.layer_types``.
+    ropes : tuple of (Rope or None), one a layer
+        None: no rotary embedding.
+    rotary_dim : int
+        Values of a head that are rotated, the first ones.
     tie_word_embeddings : bool, optional
         The head is the embedding; None where the file does not say: then it is if there is no head tensor. A head
         tensor that is there counts in any case (transformers since 5.0 does the same).
     windows : tuple of (int or None), one a layer
         Sliding window: a position sees itself and the ``window - 1`` before it.
+    hidden_act : str
+        One of :data:`ACTIVATIONS`.
+    attention_scale : float, optional
+        What multiplies attention scores; one over the root of ``head_dim`` where None.
+    attention_softcap, logit_softcap : float, optional
+        ``cap * tanh(x / cap)`` of attention scores, of logits.
+    embedding_scale : float
+        What multiplies embeddings.
+    sections : mapping
+        Options of a family's own blocks, by name (``Architecture.sections``).
     attention_bias, mlp_bias : bool
         Whether biases are promised; those that are there are used in any case.
     max_position_embeddings : int, optional
@@ -54,9 +76,17 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: Rope
+    layer_types: tuple[str, ...]
+    ropes: tuple[Rope | None, ...]
+    rotary_dim: int
     tie_word_embeddings: bool | None
     windows: tuple[int | None, ...]
+    hidden_act: str = "silu"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    sections: Mapping[str, Section] = field(default_factory=dict)
     attention_bias: bool = False
     mlp_bias: bool = False
     max_position_embeddings: int | None = None
@@ -64,10 +94,20 @@ class ModelConfig:
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
+    @property
+    def rope(self) -> Rope:
+        """The rotary embedding of the layers with full attention (of the first layer that has one, else)."""
+        pairs = sorted(zip(self.layer_types, self.ropes), key=lambda pair: pair[0] == SLIDING)
+        return next((rope for _, rope in pairs if rope is not None), Rope())
+
     @cached_property
     def dimensions(self) -> dict[str, int]:
         """The symbolic dimensions of the architecture table."""
-        return {
+        own: dict[str, int] = {}
+        for section in self.sections.values():
+            own |= section.dimensions
+        return own | {
+            "heads": self.num_attention_heads,
             "hidden": self.hidden_size,
             "intermediate": self.intermediate_size,
             "vocab": self.vocab_size,
@@ -75,6 +115,12 @@ class ModelConfig:
             "query": self.num_attention_heads * self.head_dim,
             "key_value": self.num_key_value_heads * self.head_dim,
         }
+
+    def size(self, dimension: str) -> int:
+        """A symbolic dimension, or a sum of them (``"query+key_value"``)."""
+        return sum(
+            self.dimensions[part] if not part.isdigit() else int(part) for part in dimension.split("+")
+        )
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -100,12 +146,15 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     (16, 4, 500000.0, None)
     """
     arch = resolve(config)
-    stated = {k: v for k, v in text_config(config).items() if v is not None}
-    given = {**arch.defaults, **text_config(config)}  # an explicit null wins over a family's default
+    own = {arch.aliases.get(k, k): v for k, v in text_config(config).items()}
+    stated = {k: v for k, v in own.items() if v is not None}
+    given = {**arch.defaults, **own}  # an explicit null wins over a family's default
     given = {k: v for k, v in given.items() if v is not None}
-    act = given.get("hidden_act", given.get("hidden_activation", "silu"))
-    if act != "silu":
-        raise UnsupportedModelError(f"config.json: hidden_act is {act!r}; silu is supported")
+    act = given.get("hidden_act", "silu")
+    if act not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"config.json: hidden_act is {act!r}; {', '.join(ACTIVATIONS)} are supported"
+        )
     hidden, heads = _integer(given, "hidden_size"), _integer(given, "num_attention_heads")
     layers = _integer(given, "num_hidden_layers")
     kv_heads = _integer(given, "num_key_value_heads", default=heads)
@@ -118,9 +167,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
             f"config.json: hidden_size {hidden} is not a multiple of {heads} heads and head_dim is missing"
         )
     head_dim = _integer(given, "head_dim", default=hidden // heads)
-    windows = arch.windows(given, layers)
-    for window in set(windows) - {None}:
-        _integer({"sliding_window": window}, "sliding_window")
+    types = arch.layer_types(given, layers)
+    window = _integer(given, "sliding_window") if "sliding_window" in given and SLIDING in types else None
+    rotary_dim = _rotary_dim(given, arch, head_dim)
+    heeded = {k: _number(given, k) for k in arch.options & set(given) & _NUMBERS}
     dtype = stated.get("dtype", stated.get("torch_dtype"))
     return ModelConfig(
         architecture=arch,
@@ -132,9 +182,19 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=_number(given, "rms_norm_eps", default=1e-6),
-        rope=parse_rope(stated, head_dim),
+        layer_types=types,
+        ropes=_ropes(given, arch, rotary_dim, types),
+        rotary_dim=rotary_dim,
         tie_word_embeddings=_flag(given, "tie_word_embeddings"),
-        windows=windows,
+        windows=tuple(window if t == SLIDING else None for t in types),
+        hidden_act=act,
+        attention_scale=heeded["query_pre_attn_scalar"] ** -0.5
+        if "query_pre_attn_scalar" in heeded
+        else None,
+        attention_softcap=heeded.get("attn_logit_softcapping"),
+        logit_softcap=heeded.get("final_logit_softcapping"),
+        embedding_scale=math.sqrt(hidden) if arch.embedding_scale else 1.0,
+        sections={name: parse(given) for name, parse in arch.sections.items()},
         attention_bias=bool(_flag(given, "attention_bias")),
         mlp_bias=bool(_flag(given, "mlp_bias")),
         max_position_embeddings=_integer(given, "max_position_embeddings")
@@ -146,6 +206,35 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _rotary_dim(given: Mapping[str, Any], arch: Architecture, head_dim: int) -> int:
+    """Rotated values of a head."""
+    stated = given.get("rope_parameters") or given.get("rope_scaling")
+    inner = stated.get("partial_rotary_factor") if isinstance(stated, Mapping) else None
+    part = _number(
+        {"partial_rotary_factor": given.get("partial_rotary_factor", 1.0) if inner is None else inner},
+        "partial_rotary_factor",
+    )
+    if part != 1 and "partial_rotary_factor" not in arch.options:
+        raise UnsupportedModelError(
+            f"config.json: partial_rotary_factor is {part:g}; only 1 is supported in the family {arch.model_type}"
+        )
+    return int((_integer(given, arch.rotary_key) if arch.rotary_key else head_dim) * part)
+
+
+def _ropes(
+    given: Mapping[str, Any], arch: Architecture, dim: int, types: tuple[str, ...]
+) -> tuple[Rope | None, ...]:
+    """The rotary embedding of each layer; ``no_rope_layers`` names those without by a 0."""
+    ropes = parse_ropes(given, dim, types, local="rope_local_base_freq" in arch.options)
+    if "no_rope_layers" not in arch.options:
+        return ropes
+    interval = given.get("no_rope_layer_interval", 4)
+    flags = given.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(len(types))])
+    if not isinstance(flags, list | tuple) or len(flags) < len(types):
+        raise CheckpointError("config.json: no_rope_layers must hold a 0 or a 1 for each layer")
+    return tuple(rope if flag else None for rope, flag in zip(ropes, flags))
+
+
 def _integer(given: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
     value = given.get(key, default)
     if value is None:
@@ -155,7 +244,7 @@ def _integer(given: Mapping[str, Any], key: str, *, default: int | None = None) 
     return value
 
 
-def _number(given: Mapping[str, Any], key: str, *, default: float) -> float:
+def _number(given: Mapping[str, Any], key: str, *, default: float = math.nan) -> float:
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise CheckpointError(f"config.json: {key} is {value!r}; a number >= 0 is expected")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.pool import Pool
 
-__all__ = ["Cache", "attend", "rotary_tables", "rotate"]
+__all__ = ["Cache", "KeyValues", "attend", "rotary_tables", "rotate"]
 
 Floats = NDArray[np.float32]
 
@@ -15,115 +17,156 @@ _QUERY_BLOCK = 128  # positions at once: later keys are skipped, and scores of 1
 _PIECE_MACS = 1 << 20
 
 
-class Cache:
-    """Keys and values of the positions seen so far, for a batch of equally long sequences.
+class KeyValues:
+    """State of an attention layer: keys and values of the positions seen so far.
 
     Parameters
     ----------
-    layers, batch, heads, head_dim : int
+    batch, heads, head_dim : int
         ``heads`` counts key/value heads.
     capacity : int
-        Positions allocated at first; the cache doubles when full.
+        Positions allocated at first; it doubles when full.
     """
 
-    def __init__(self, layers: int, batch: int, heads: int, head_dim: int, capacity: int) -> None:
-        self.length = 0
-        self._store = np.empty((layers, 2, batch, heads, max(1, capacity), head_dim), np.float32)
+    def __init__(self, batch: int, heads: int, head_dim: int, capacity: int) -> None:
+        self._store = np.empty((2, batch, heads, max(1, capacity), head_dim), np.float32)
 
-    def reserve(self, positions: int) -> None:
-        """Make room for ``positions`` more."""
-        needed, capacity = self.length + positions, self._store.shape[4]
-        if needed > capacity:
-            shape = list(self._store.shape)
-            shape[4] = max(needed, 2 * capacity)
-            grown = np.empty(shape, np.float32)
-            grown[..., : self.length, :] = self._store[..., : self.length, :]
-            self._store = grown
+    @property
+    def first(self) -> tuple[Floats, Floats]:
+        """Keys and values of the first sequence with all their room, float32 [heads, capacity, head_dim]."""
+        return self._store[0, 0], self._store[1, 0]
 
-    def store(self, layer: int) -> tuple[Floats, Floats]:
-        """Keys and values of a layer of the first sequence with all their room, float32 [heads, capacity, head_dim]."""
-        return self._store[layer, 0, 0], self._store[layer, 1, 0]
-
-    def append(self, layer: int, k: Floats, v: Floats) -> tuple[Floats, Floats]:
-        """Store one layer's new keys and values; ``length`` moves only when the caller has done all layers.
+    def append(self, start: int, k: Floats, v: Floats) -> tuple[Floats, Floats]:
+        """Store the keys and values of positions ``start`` and on.
 
         Parameters
         ----------
-        layer : int
+        start : int
         k, v : ndarray of float32, shape (batch, positions, heads, head_dim)
 
         Returns
         -------
-        (k, v) : views of float32, shape (batch, heads, length + positions, head_dim)
+        (k, v) : views of float32, shape (batch, heads, start + positions, head_dim)
         """
-        stop = self.length + k.shape[1]
-        views = []
-        for which, new in enumerate((k, v)):
-            store = self._store[layer, which]
-            store[:, :, self.length : stop] = new.transpose(0, 2, 1, 3)
-            views.append(store[:, :, :stop])
-        return views[0], views[1]
+        stop, capacity = start + k.shape[1], self._store.shape[3]
+        if stop > capacity:
+            shape = list(self._store.shape)
+            shape[3] = max(stop, 2 * capacity)
+            grown = np.empty(shape, np.float32)
+            grown[..., :start, :] = self._store[..., :start, :]
+            self._store = grown
+        for store, new in zip(self._store, (k, v)):
+            store[:, :, start:stop] = new.transpose(0, 2, 1, 3)
+        return self._store[0][:, :, :stop], self._store[1][:, :, :stop]
 
 
-def rotary_tables(inv_freq: Floats, start: int, stop: int) -> tuple[Floats, Floats]:
+class Cache:
+    """What a model keeps of the positions seen so far, for a batch of equally long sequences.
+
+    Parameters
+    ----------
+    states : list
+        One a layer, of the kind that its mixer makes.
+
+    Attributes
+    ----------
+    length : int
+        Positions that every layer has seen.
+    """
+
+    def __init__(self, states: list[Any]) -> None:
+        self.states = states
+        self.length = 0
+
+
+def rotary_tables(inv_freq: Floats, start: int, stop: int, magnitude: float = 1.0) -> tuple[Floats, Floats]:
     """Cosines and sines of positions ``start .. stop - 1``.
 
     The angle is a float32 product, as where these models were trained: at position 5000 its rounding
     already moves the cosine by 1e-4, so more precision would be a difference.
 
+    Parameters
+    ----------
+    inv_freq : ndarray of float32, shape (rotated / 2,)
+    start, stop : int
+    magnitude : float
+        Multiplies both.
+
     Returns
     -------
-    (cos, sin) : ndarrays of float32, shape (positions, 1, head_dim / 2)
+    (cos, sin) : ndarrays of float32, shape (positions, 1, rotated / 2)
     """
     angle = np.arange(start, stop, dtype=np.float32)[:, None, None] * inv_freq
-    return np.cos(angle), np.sin(angle)
+    cos, sin = np.cos(angle), np.sin(angle)
+    if magnitude != 1.0:
+        cos *= np.float32(magnitude)
+        sin *= np.float32(magnitude)
+    return cos, sin
 
 
 def rotate(x: Floats, cos: Floats, sin: Floats) -> None:
-    """Rotate the pairs (d, d + head_dim/2) of every head in place.
+    """Rotate the pairs (d, d + rotated/2) of every head in place; what follows the rotated values stays.
 
     Parameters
     ----------
     x : ndarray of float32, shape (batch, positions, heads, head_dim)
-    cos, sin : ndarrays of float32, shape (positions, 1, head_dim / 2)
+    cos, sin : ndarrays of float32, shape (positions, 1, rotated / 2)
     """
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
     turned = a * cos - b * sin
     b *= cos
     b += a * sin
     a[...] = turned
 
 
-def attend(q: Floats, k: Floats, v: Floats, window: int | None, pool: Pool) -> Floats:
+def attend(
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    window: int | None,
+    pool: Pool,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Floats | None = None,
+) -> Floats:
     """Scaled dot-product attention of the last positions over all.
 
     Parameters
     ----------
     q : ndarray of float32, shape (batch, new, heads, head_dim)
         The last ``new`` of ``total`` positions.
-    k, v : ndarray of float32, shape (batch, kv_heads, total, head_dim)
+    k : ndarray of float32, shape (batch, kv_heads, total, head_dim)
         Query head h reads key/value head ``h // (heads / kv_heads)``.
+    v : ndarray of float32, shape (batch, kv_heads, total, value_dim)
     window : int, optional
         A position sees itself and the ``window - 1`` before it.
     pool : Pool
+    scale : float, optional
+        Of the scores; one over the root of ``head_dim`` where left out.
+    softcap : float, optional
+        Scores become ``softcap * tanh(scores / softcap)``.
+    sinks : ndarray of float32, shape (heads,), optional
+        A score of each head that takes part in the softmax and has no value.
 
     Returns
     -------
-    ndarray of float32, shape (batch, new, heads, head_dim)
+    ndarray of float32, shape (batch, new, heads, value_dim)
     """
     batch, new, heads, dim = q.shape
-    kv_heads, total = k.shape[1], k.shape[2]
+    kv_heads, total, width = v.shape[1:]
     group = heads // kv_heads
     past = total - new
     grouped = q.reshape(batch, new, kv_heads, group, dim)
-    out = np.empty_like(grouped)
+    out = np.empty((batch, new, kv_heads, group, width), np.float32)
     blocks = -(-new // _QUERY_BLOCK)
     # one piece takes as many heads as make it worth a dispatch: decoding a token of a small model is one
     # piece
     step = max(1, min(kv_heads, _PIECE_MACS // max(1, min(new, _QUERY_BLOCK) * group * total * dim)))
     steps = -(-kv_heads // step)
-    scale = np.float32(dim**-0.5)
+    factor = np.float32(dim**-0.5 if scale is None else scale)
+    sink = None if sinks is None else sinks.reshape(kv_heads, group, 1)
 
     def piece(number: int) -> None:
         rest, block = divmod(number, blocks)
@@ -133,19 +176,29 @@ def attend(q: Floats, k: Floats, v: Floats, window: int | None, pool: Pool) -> F
         low = 0 if window is None else max(0, past + first - window + 1)
         high = past + last
         count = last - first
-        queries: Floats = grouped[b, first:last, h].transpose(1, 2, 0, 3) * scale  # [kv, group, count, dim]
+        queries: Floats = grouped[b, first:last, h].transpose(1, 2, 0, 3) * factor  # [kv, group, count, dim]
         some = queries.shape[0]
         scores = queries.reshape(some, group * count, dim) @ k[b, h, low:high].transpose(0, 2, 1)
+        if softcap is not None:
+            scores /= np.float32(softcap)
+            np.tanh(scores, out=scores)
+            scores *= np.float32(softcap)
         _mask(scores.reshape(some * group, count, high - low), past + first, low, window)
-        scores -= scores.max(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        if sink is not None:
+            extra = np.repeat(sink[h], count, axis=1)
+            top = np.maximum(top, extra)
+        scores -= top
         np.exp(scores, out=scores)
         weight = scores.sum(axis=-1, keepdims=True)
+        if sink is not None:
+            weight += np.exp(extra - top)
         mixed = scores @ v[b, h, low:high]
         mixed /= weight
-        out[b, first:last, h] = mixed.reshape(some, group, count, dim).transpose(2, 0, 1, 3)
+        out[b, first:last, h] = mixed.reshape(some, group, count, width).transpose(2, 0, 1, 3)
 
     pool.run(piece, batch * steps * blocks)
-    return out.reshape(batch, new, heads, dim)
+    return out.reshape(batch, new, heads, width)
 
 
 def _mask(scores: Floats, first: int, low: int, window: int | None) -> None:

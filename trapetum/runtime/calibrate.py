@@ -1,15 +1,16 @@
 """What the linear layers of a model see: our own forward pass over a text, one layer in memory at a time.
 
 The hidden states of all calibration tokens are kept (in a temporary file where they are large); layer after layer is
-built, advanced over all sequences and dropped. On the way the inputs of its four distinct inputs are summed: q, k and
-v read one, o another, gate and up a third, down the fourth. Products run in float32 over at most 2,048 tokens and are
-added in float64. Pieces are cut by shape alone: the same bits at any thread count.
+built, advanced over all sequences and dropped. On the way its distinct inputs are summed: q, k and v read one, o
+another, gate and up a third, down the fourth (``Module.reads``); each routed expert has its own. Products run in
+float32 over at most 2,048 tokens and are added in float64. Pieces are cut by shape alone: the same bits at any thread
+count.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -17,19 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
-from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.models.architectures import Role
-from trapetum.models.config import parse_config
+from trapetum.models.architectures import MATRIX_KINDS, Role
+from trapetum.models.config import ModelConfig, parse_config
 from trapetum.progress import Progress
-from trapetum.runtime.attention import Cache, rotary_tables
-from trapetum.runtime.layers import Layer
+from trapetum.runtime.layers import Layer, Observe
 from trapetum.runtime.model import Model
 
 if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
 
-__all__ = ["CONTEXT", "INPUTS", "TOKENS", "Inputs", "calibration_ids", "collect", "distinct_inputs"]
+__all__ = ["CONTEXT", "TOKENS", "Inputs", "calibration_ids", "collect", "distinct_inputs"]
 
 Floats = NDArray[np.float32]
 
@@ -37,14 +36,6 @@ TOKENS = 131_072
 """Tokens that calibration takes by default: 16 for each of 8,192 inputs."""
 CONTEXT = 2048
 """Length of a calibration sequence where the model allows it."""
-
-INPUTS: dict[str, tuple[str, ...]] = {
-    "q": ("q", "k", "v"),
-    "o": ("o",),
-    "gate": ("gate", "up"),
-    "down": ("down",),
-}
-"""The distinct inputs of a layer: the name that ``Layer`` observes them by -> the parts that read them."""
 
 _IN_MEMORY = 1 << 30  # bytes of hidden states; above them a temporary file holds them
 _BATCH_TOKENS = 2048
@@ -79,7 +70,7 @@ class _Streamed(Model):
         self._ready = False
         super().__init__(source, pool)
         self._ready = True
-        self._expand = True  # one layer at a time always fits
+        self.weights.expand = True  # one layer at a time always fits
 
     def _layer(self, number: int) -> Layer:
         return super()._layer(number) if self._ready else cast(Layer, None)
@@ -87,16 +78,6 @@ class _Streamed(Model):
     def layer(self, number: int) -> Layer:
         """Read one layer."""
         return self._layer(number)
-
-    def weights(self, number: int, parts: tuple[str, ...]) -> tuple[str, ...]:
-        """The checkpoint's names of parts of a layer."""
-        return tuple(self._names[Role(part, number, part=part)] for part in parts)
-
-    def start(self, ids: NDArray[np.intp]) -> Floats:
-        """Embedded tokens, float32 [len(ids), hidden]."""
-        found = self.embed.look_up(ids)
-        rotation = rotation_of(self.source, self._names[Role("embed", part="embed")])
-        return found if rotation is None else rotation.unfold(found)
 
 
 def calibration_ids(
@@ -140,16 +121,32 @@ def calibration_ids(
     return windows[np.arange(wanted) * len(windows) // wanted]
 
 
+_Key = tuple[str, int | None]  # the part that ``Observe`` gets, and the expert
+
+
+def _layer_inputs(config: ModelConfig, names: Mapping[Role, str], layer: int) -> dict[_Key, tuple[str, ...]]:
+    """The distinct inputs of a layer -> names of the weights that read them.
+
+    A stacked tensor reads what is routed to any of its experts.
+    """
+    found: dict[_Key, tuple[str, ...]] = {}
+    for module, at, expert in config.architecture.settled(names.values()).places(config):
+        name = names.get(Role(module.kind, at, expert, module.part))
+        if at == layer and name is not None and module.kind in MATRIX_KINDS:
+            key = (module.input, expert)
+            found[key] = (*found.get(key, ()), name)
+    return found
+
+
 def distinct_inputs(source: TensorSource) -> list[tuple[tuple[str, ...], int]]:
     """(weights, in_features) of every distinct input of a model, in the order of :func:`collect`."""
     config = parse_config(source.config)
     names = config.architecture.index(source.names())
-    found = []
-    for number in range(config.num_hidden_layers):
-        for parts in INPUTS.values():
-            weights = tuple(names[Role(part, number, part=part)] for part in parts)
-            found.append((weights, int(source.shape(weights[0])[-1])))
-    return found
+    return [
+        (weights, int(source.shape(weights[0])[-1]))
+        for number in range(config.num_hidden_layers)
+        for weights in _layer_inputs(config, names, number).values()
+    ]
 
 
 def collect(
@@ -188,35 +185,30 @@ def collect(
     for sequence in ids:
         model.check_ids(sequence)
     layers, (count, positions) = model.config.num_hidden_layers, ids.shape
-    rotary = rotary_tables(model.config.rope.inverse_frequencies(model.config.head_dim), 0, positions)
+    rotary = model.rotary(0, positions, positions)
     step = max(1, _BATCH_TOKENS // positions)
     progress.begin("calibrate", ids.size * layers, "token")
     with _States((count, positions, model.config.hidden_size)) as hidden:
         for start in range(0, count, step):
             batch = ids[start : start + step]
-            hidden[start : start + step] = model.start(batch.reshape(-1)).reshape(*batch.shape, -1)
+            hidden[start : start + step] = model.embedding(batch.reshape(-1)).reshape(*batch.shape, -1)
         for number in range(layers):
             layer = model.layer(number)
             sums = {
-                key: Inputs(
-                    model.weights(number, parts),
-                    ids.size,
-                    np.zeros(getattr(layer, key).matrix.in_features),
-                    np.zeros((getattr(layer, key).matrix.in_features,) * 2) if moments else None,
-                )
-                for key, parts in INPUTS.items()
+                key: _empty(source, weights, moments)
+                for key, weights in _layer_inputs(model.config, model.weights.names, number).items()
             }
             observe = _observer(sums, pool)
             with pool.session():
                 for start in range(0, count, step):
                     part = np.ascontiguousarray(hidden[start : start + step])
-                    config = model.config
-                    cache = Cache(1, len(part), config.num_key_value_heads, config.head_dim, positions)
-                    layer(part, 0, rotary, cache, pool, observe)
+                    state = layer.mixer.new_state(len(part), positions)
+                    layer(part, state, 0, rotary[layer.rope], pool, observe)
                     hidden[start : start + step] = part
                     progress.advance(len(part) * positions)
             del layer
-            for inputs in sums.values():
+            for counted in sums.values():
+                inputs = counted.inputs()
                 if not np.isfinite(inputs.squares).all():
                     raise RecipeError(
                         f"{inputs.weights[0]}: its inputs are not finite on this text; the model overflows float32",
@@ -245,19 +237,39 @@ class _States:
             self._file.close()
 
 
-def _observer(sums: dict[str, Inputs], pool: Pool) -> Callable[[str, Floats], None]:
-    def observe(key: str, x: Floats) -> None:
-        inputs = sums[key]
-        if inputs.moment is None:
-            inputs.squares[:] += np.einsum("ij,ij->j", x, x, dtype=np.float64)
+@dataclass
+class _Sums:
+    """Sums of one distinct input while they grow; see :class:`Inputs`."""
+
+    weights: tuple[str, ...]
+    squares: NDArray[np.float64]
+    moment: NDArray[np.float64] | None
+    tokens: int = 0
+
+    def inputs(self) -> Inputs:
+        return Inputs(self.weights, self.tokens, self.squares, self.moment)
+
+
+def _empty(source: TensorSource, weights: tuple[str, ...], moments: bool) -> _Sums:
+    width = int(source.shape(weights[0])[-1])
+    return _Sums(weights, np.zeros(width), np.zeros((width, width)) if moments else None)
+
+
+def _observer(sums: dict[_Key, _Sums], pool: Pool) -> Observe:
+    def observe(part: str, x: Floats, /, *, expert: int | None = None) -> None:
+        found = sums.get((part, expert))
+        sum_ = sums[part, None] if found is None else found
+        sum_.tokens += len(x)
+        if sum_.moment is None:
+            sum_.squares[:] += np.einsum("ij,ij->j", x, x, dtype=np.float64)
             return
-        moment = inputs.moment
+        moment = sum_.moment
 
         def piece(columns: slice) -> None:  # the lower triangle, by blocks of rows
             moment[columns, : columns.stop] += x[:, columns].T @ x[:, : columns.stop]
 
         pool.blocks(piece, x.shape[1], _COLUMNS)
-        inputs.squares[:] = moment.diagonal()
+        sum_.squares[:] = moment.diagonal()
 
     return observe
 

@@ -1,14 +1,13 @@
 """A model that can be run: weights from any source, the forward pass, logits and generation.
 
 Everything is float32. A matrix keeps the layout that it is stored in (see ``runtime.matrix``); dense
-matrices are widened to float32 when the whole model stays below ``_EXPAND_BYTES`` in that form, and tile by
-tile otherwise. The prompt runs in blocks of positions whose widest activation stays near 4 MiB; logits are
+matrices are widened to float32 when the whole model stays below 2 GiB in that form, and tile by tile otherwise
+(``runtime.weights``). The prompt runs in blocks of positions whose widest activation stays near 4 MiB; logits are
 computed only where asked for. Results have the same bits at any thread count (see ``kernels.cpu.pool``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +16,16 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError, KernelUnavailable, RecipeError, UnsupportedModelError, located
+from trapetum.errors import KernelUnavailable, RecipeError, UnsupportedModelError, located
 from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.models.architectures import Role
 from trapetum.models.config import ModelConfig, parse_config
+from trapetum.models.rope import Rope
 from trapetum.runtime.attention import Cache, rotary_tables
-from trapetum.runtime.environment import available_memory
-from trapetum.runtime.layers import Layer, Linear, Norm
-from trapetum.runtime.matrix import Matrix, build_matrix
+from trapetum.runtime.blocks import build_layer
+from trapetum.runtime.layers import Head, Layer, Rotary
 from trapetum.runtime.sampling import Sampling
+from trapetum.runtime.weights import Weights
 
 if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
@@ -36,12 +35,10 @@ __all__ = ["Model", "load"]
 
 Floats = NDArray[np.float32]
 
-_EXPAND_BYTES = 2 << 30
 # Elements of the widest activation of one block: 4 MiB. With 16 MiB the allocator gave them back to the system each
 # time, and page faults took 13 % of the time of books-18m (8369 tokens, one Zen1 core: 5.43 s, with 4 MiB 4.93 s).
 _ACTIVATIONS = 1 << 20
 _LOGITS = 16 << 20  # elements of one block of logits inside the library
-_GROUPS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def load(
@@ -123,23 +120,14 @@ class Model:
         self.precision = precision
         with located(source.path):
             self.config: ModelConfig = parse_config(source.config)
-            arch = self.config.architecture
             shapes = {name: tuple(source.shape(name)) for name in source.names()}
-            arch.check_tensors(self.config, shapes)
-        self._names = arch.index(shapes)
-        wide = 4 * sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "dense")
-        self._expand = wide <= _EXPAND_BYTES
-        codes = sum(math.prod(shapes[n]) for n in self._names.values() if source.layout(n) == "codebook")
-        self._expand_codes = 3 * codes <= available_memory() // 2
-        self.embed = self._matrix(Role("embed", part="embed"))
-        head = Role("head", part="head")
-        self._embed_rotation = rotation_of(source, self._names[Role("embed", part="embed")])
-        self.head = (
-            self._linear(head) if head in self._names else Linear(self.embed, None, self._embed_rotation)
-        )
+            self.config.architecture.check_tensors(self.config, shapes)
+        self.weights = Weights(source, self.config, self.pool, precision)
+        self.embed = self.weights.matrix("embed")
+        self._embed_rotation = rotation_of(source, self.weights.place("embed").name)
+        self.head = self._head()
         self.layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
-        self.final_norm = self._norm("final_norm", None)
-        self.inv_freq = self.config.rope.inverse_frequencies(self.config.head_dim)
+        self.final_norm = self.weights.norm("final_norm")
         self.vocab_size = self.head.matrix.rows
 
     def __enter__(self) -> Self:
@@ -153,49 +141,37 @@ class Model:
         self.pool.close()
         self.source.close()
 
-    def _matrix(self, role: Role) -> Matrix:
-        name = self._names[role]
-        matrix = build_matrix(
-            self.source.load(name),
-            self.pool,
-            expand=self._expand,
-            precision=self.precision,
-            expand_codes=self._expand_codes,
-        )
-        if self._expand:
-            self.source.release(name)
-        return matrix
-
-    def _vector(self, role: Role) -> Floats | None:
-        name = self._names.get(role)
-        return None if name is None else self.source.load(name).dequantize().reshape(-1)
-
-    def _linear(self, role: Role) -> Linear:
-        bias = self._vector(Role("bias", role.layer, part=role.part))
-        return Linear(self._matrix(role), bias, rotation_of(self.source, self._names[role]))
-
-    def embedding(self, ids: NDArray[np.intp]) -> Floats:
-        """Rows of the embedding, float32 [len(ids), hidden_size]; the rows of a rotated one are turned back."""
-        found = self.embed.look_up(ids)
-        return found if self._embed_rotation is None else self._embed_rotation.unfold(found)
-
-    def _norm(self, part: str, layer: int | None) -> Norm:
-        weight = self._vector(Role("norm", layer, part=part))
-        if weight is None:
-            raise CheckpointError(f"tensor {self.config.architecture.tensor_name(part, layer)} is missing")
-        return Norm(weight, self.config.rms_norm_eps)
+    def _head(self) -> Head:
+        if self.weights.find("head") is None:
+            return Head(self.embed, None, self._embed_rotation, self.config.logit_softcap)
+        head = self.weights.linear("head")
+        return Head(head.matrix, head.bias, head.rotation, self.config.logit_softcap)
 
     def _layer(self, number: int) -> Layer:
-        qk = self.config.architecture.qk_norm
-        return Layer(
-            attn_norm=self._norm("attn_norm", number),
-            ffn_norm=self._norm("ffn_norm", number),
-            head_dim=self.config.head_dim,
-            window=self.config.windows[number],
-            q_norm=self._norm("q_norm", number) if qk else None,
-            k_norm=self._norm("k_norm", number) if qk else None,
-            **{part: self._linear(Role(part, number, part=part)) for part in _GROUPS},
-        )
+        return build_layer(self.weights, number)
+
+    def embedding(self, ids: NDArray[np.intp]) -> Floats:
+        """Embedded tokens, float32 [len(ids), hidden_size]; the rows of a rotated embedding are turned back."""
+        found = self.embed.look_up(ids)
+        if self._embed_rotation is not None:
+            found = self._embed_rotation.unfold(found)
+        scale = self.config.embedding_scale
+        return found if scale == 1.0 else found * np.float32(scale)
+
+    def rotary(self, start: int, stop: int, length: int) -> dict[Rope | None, Rotary | None]:
+        """Rotary tables of positions ``start .. stop - 1`` for each kind of layer.
+
+        Parameters
+        ----------
+        start, stop : int
+        length : int
+            Of the whole text so far, which some rotary types depend on.
+        """
+        dim = self.config.rotary_dim
+        tables: dict[Rope | None, Rotary | None] = {None: None}
+        for rope in dict.fromkeys(r for r in self.config.ropes if r is not None):
+            tables[rope] = rotary_tables(rope.inverse_frequencies(dim, length), start, stop, rope.magnitude)
+        return tables
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -287,8 +263,7 @@ class Model:
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` sequences."""
-        c = self.config
-        return Cache(c.num_hidden_layers, batch, c.num_key_value_heads, c.head_dim, capacity)
+        return Cache([layer.mixer.new_state(batch, capacity) for layer in self.layers])
 
     def hidden(self, ids: NDArray[np.intp], cache: Cache | None = None, *, last: bool = False) -> Floats:
         """Run the layers; call inside ``pool.session()``.
@@ -309,21 +284,25 @@ class Model:
         """
         batch, positions = ids.shape
         cache = cache or self.new_cache(batch, positions)
-        cache.reserve(positions)
+        length = cache.length + positions
         step = max(1, self.block_positions // batch)
         out = np.empty((batch, 1 if last else positions, self.config.hidden_size), np.float32)
         for start in range(0, positions, step):
             block = ids[:, start : start + step]
             h = self.embedding(block.reshape(-1)).reshape(batch, block.shape[1], -1)
-            rotary = rotary_tables(self.inv_freq, cache.length, cache.length + block.shape[1])
-            for number, layer in enumerate(self.layers):
-                layer(h, number, rotary, cache, self.pool)
+            rotary = self.rotary(cache.length, cache.length + block.shape[1], length)
+            for layer, state in zip(self.layers, cache.states):
+                layer(h, state, cache.length, rotary[layer.rope], self.pool)
             cache.length += block.shape[1]
             if last:
                 out[:] = h[:, -1:]
             else:
                 out[:, start : start + block.shape[1]] = h
         return self.final_norm(out, self.pool)
+
+    def _regime(self, length: int) -> tuple[int, ...]:
+        """What decides whether keys stay valid as a text grows; of dynamic scaling they do, as in transformers."""
+        return tuple(r.regime(length) for r in self.config.ropes if r is not None and r.type == "longrope")
 
     def each_logits(self, hidden: Floats, use: Callable[[slice, Floats], object]) -> None:
         """Logits of many positions, a bounded block at a time.
@@ -397,6 +376,10 @@ class Model:
             pending = prompt
             step = build_step(self, cache) if self.precision != "exact" else None
             while len(new) < n:
+                if new and self._regime(cache.length) != self._regime(cache.length + 1):
+                    # Longer texts have other frequencies: what the cache holds was rotated by the old ones.
+                    pending, step = np.array([*prompt, *new], np.intp), None
+                    cache = self.new_cache(1, prompt.size + n)
                 if step is not None and new:
                     logits = step(new[-1])
                 else:

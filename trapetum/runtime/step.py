@@ -9,7 +9,7 @@ nothing. What a step cannot do (see :func:`build_step`) goes the general way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from trapetum.kernels.cpu import activations, blocks, codebook16, codebook_table
 from trapetum.kernels.cpu.activations import BYTE_LIMIT, GROUP, WORD_LIMIT, padded
 from trapetum.kernels.cpu.prepared import Blocks, Codebook16, Dense, Expanded, Prepared, Table, Ternary
 from trapetum.kernels.cpu.program import callback, run
-from trapetum.runtime.attention import Cache, rotary_tables
-from trapetum.runtime.layers import Layer, Linear, Norm
+from trapetum.runtime.attention import Cache
+from trapetum.runtime.layers import Attention, GatedMlp, Layer, Linear, Norm, Rotary
 from trapetum.runtime.matrix import PreparedMatrix
 
 if TYPE_CHECKING:
@@ -39,9 +39,20 @@ def build_step(model: Model, cache: Cache) -> Step | None:
     There is one for fused matrices of the layouts in ``_PRODUCTS``, without rotations, with heads and widths that are
     multiples of 8. The cache must not grow.
     """
-    linears = [model.head]
+    linears: list[Linear] = [model.head]
+    ropes = set(model.config.ropes)
+    if (
+        model.head.softcap is not None
+        or len(ropes) != 1
+        or any(r is None or r.regime(1 << 60) for r in ropes)
+    ):
+        return None
     for one in model.layers:
-        linears += [one.q, one.k, one.v, one.o, one.gate, one.up, one.down]
+        parts = _plain(one)
+        if parts is None:
+            return None
+        mixer, ffn = parts
+        linears += [mixer.q, mixer.k, mixer.v, mixer.o, ffn.gate, ffn.up, ffn.down]
     for linear in linears:
         matrix = linear.matrix
         if linear.rotation is not None or not isinstance(matrix, PreparedMatrix) or not matrix.fused:
@@ -52,9 +63,23 @@ def build_step(model: Model, cache: Cache) -> Step | None:
             ternary_ok = not matrix.prepared.precise and matrix.prepared.scales.dtype == np.uint16
             if not ternary_ok:
                 return None
-    if model.config.head_dim % 16:
+    if model.config.head_dim % 16 or model.config.rotary_dim != model.config.head_dim:
         return None
     return Step(model, cache)
+
+
+def _plain(one: Layer) -> tuple[Attention, GatedMlp] | None:
+    """The blocks of a layer that has nothing which the kernels do not know."""
+    mixer, ffn = one.mixer, one.ffn
+    if not isinstance(mixer, Attention) or not isinstance(ffn, GatedMlp) or ffn.act != "silu":
+        return None
+    if mixer.scale is not None or mixer.softcap is not None or mixer.sinks is not None:
+        return None
+    if one.attn_norm is None or one.ffn_norm is None or one.attn_post_norm or one.ffn_post_norm:
+        return None
+    if any(norm is not None and norm.weight.size != mixer.head_dim for norm in (mixer.q_norm, mixer.k_norm)):
+        return None
+    return mixer, ffn
 
 
 class Step:
@@ -85,9 +110,8 @@ class Step:
     def __call__(self, token: int) -> Floats:
         """Append a token to the cache; float32 [vocab_size], valid until the next call."""
         position = self._cache.length
-        self._cache.reserve(1)
         self._hidden[:] = self._model.embedding(np.array([token]))[0]
-        cos, sin = rotary_tables(self._model.inv_freq, position, position + 1)
+        cos, sin = self._rotary(position)
         self._cos[:], self._sin[:], self._position[0] = cos[0, 0], sin[0, 0], position
         self._counters[:] = 0
         threads = self._pool.threads
@@ -95,17 +119,26 @@ class Step:
         self._cache.length += 1
         return self.logits
 
+    def _rotary(self, position: int) -> Rotary:
+        """Cosines and sines; every layer has the same."""
+        (table,) = (
+            t for t in self._model.rotary(position, position + 1, position + 1).values() if t is not None
+        )
+        return table
+
     def _layer(self, one: Layer, number: int) -> None:
         program, cache, config = self._program, self._cache, self._model.config
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        x = self._norm(self._hidden, one.attn_norm)
-        q, k, v = (program.buffer(n, linear.matrix.rows) for n, linear in zip("qkv", (one.q, one.k, one.v)))
-        self._multiply(x, [(one.q, q), (one.k, k), (one.v, v)])
-        for y, norm, count in ((q, one.q_norm, heads), (k, one.k_norm, kv_heads)):
+        mixer, ffn = cast(Attention, one.mixer), cast(GatedMlp, one.ffn)  # build_step saw to it
+        x = self._norm(self._hidden, cast(Norm, one.attn_norm))
+        projections = (mixer.q, mixer.k, mixer.v)
+        q, k, v = (program.buffer(n, linear.matrix.rows) for n, linear in zip("qkv", projections))
+        self._multiply(x, list(zip(projections, (q, k, v))))
+        for y, norm, count in ((q, mixer.q_norm, heads), (k, mixer.k_norm, kv_heads)):
             if norm is not None:
                 self._norm(y, norm, y, count)
             program.add(layer.rotate_step, [y, self._cos, self._sin, count, dim])
-        keys, values = cache.store(number)
+        keys, values = cache.states[number].first
         capacity = keys.shape[1]
         for y, store in ((k, keys), (v, values)):
             program.add(layer.append_step, [y, store, kv_heads, dim, capacity, self._position])
@@ -114,18 +147,18 @@ class Step:
         arguments = [q, keys, values, scores, mixed, heads, kv_heads, dim, capacity, room]
         program.add(
             layer.attend_step,
-            [*arguments, one.window or 0, self._position],
+            [*arguments, mixer.window or 0, self._position],
             heads,
             1 if capacity > 64 else heads,
         )
-        self._residual(mixed, one.o)
-        x = self._norm(self._hidden, one.ffn_norm)
+        self._residual(mixed, mixer.o)
+        x = self._norm(self._hidden, cast(Norm, one.ffn_norm))
         gate, up = (
-            program.buffer(n, linear.matrix.rows) for n, linear in (("gate", one.gate), ("up", one.up))
+            program.buffer(n, linear.matrix.rows) for n, linear in (("gate", ffn.gate), ("up", ffn.up))
         )
-        self._multiply(x, [(one.gate, gate), (one.up, up)])
+        self._multiply(x, [(ffn.gate, gate), (ffn.up, up)])
         program.add(layer.gate_step, [gate, up, gate.size], gate.size // 8, 512)
-        self._residual(gate, one.down)
+        self._residual(gate, ffn.down)
 
     def _residual(self, x: Floats, linear: Linear) -> None:
         y = self._program.buffer("residual", linear.matrix.rows)

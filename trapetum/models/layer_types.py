@@ -1,0 +1,60 @@
+"""The type of each layer, as config.json says it: full or sliding attention, linear attention ...
+
+A family names one of these functions as its ``layer_types``. ``layer_types`` of config.json counts wherever it is
+given; a function says what its absence means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trapetum.errors import UnsupportedModelError
+
+__all__ = ["FULL", "SLIDING", "alternating", "listed_types", "sliding_where_given", "switched"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def listed_types(
+    given: Mapping[str, Any], layers: int, allowed: tuple[str, ...] = (SLIDING, FULL)
+) -> tuple[str, ...] | None:
+    """``layer_types`` of config.json; None where there is none.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If it names other types, or not one for each layer.
+    """
+    types = given.get("layer_types")
+    if types is None:
+        return None
+    named = isinstance(types, list | tuple) and all(isinstance(t, str) for t in types)
+    if not named or len(types) != layers or set(types) - set(allowed):
+        raise UnsupportedModelError(
+            f"config.json: layer_types must name {' or '.join(allowed)} for each of {layers} layers"
+        )
+    return tuple(types)
+
+
+def sliding_where_given(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Every layer has the window where there is one (Mistral, Phi-3)."""
+    default = SLIDING if "sliding_window" in given else FULL
+    return listed_types(given, layers) or (default,) * layers
+
+
+def switched(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Qwen: no window unless ``use_sliding_window``; then by ``layer_types``, else from ``max_window_layers`` on."""
+    types = listed_types(given, layers)
+    if not given.get("use_sliding_window"):
+        return (FULL,) * layers
+    first = given.get("max_window_layers", 28)
+    return types or tuple(SLIDING if i >= first else FULL for i in range(layers))
+
+
+def alternating(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Every ``sliding_window_pattern``-th layer is full (Gemma)."""
+    pattern = given.get("sliding_window_pattern", 1)
+    return listed_types(given, layers) or tuple(
+        FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers)
+    )
