@@ -32,7 +32,7 @@ def bench(
         ),
     ] = None,
     tokens: Annotated[
-        int, option("--tokens", parse=whole(1), metavar="M", help="Tokens multiplied at once, 1 to 16.")
+        int, option("--tokens", parse=whole(1), metavar="M", help="Tokens multiplied at once, 1 to 1024.")
     ] = 1,
     rounds: Annotated[
         int, option("--rounds", parse=whole(1), metavar="N", help="Rounds; medians are printed.")

@@ -48,7 +48,7 @@ def test_table() -> None:
         (["--shape", "4096"], 2, "not a shape"),
         (["--shape", "16x100"], 1, "multiple of 256"),
         (["--scheme", "nothing"], 1, "codebook K=16"),
-        (["--tokens", "17"], 1, "1 to 16"),
+        (["--tokens", "1025"], 1, "1 to 1024"),
         (["--device", "abacus"], 2, "cpu"),
     ],
 )

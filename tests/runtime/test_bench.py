@@ -65,7 +65,7 @@ def test_every_scheme_builds() -> None:
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [({"schemes": ["nothing"]}, "nothing"), ({"shapes": [(4, 100)]}, "4x100"), ({"tokens": 17}, "17")],
+    [({"schemes": ["nothing"]}, "nothing"), ({"shapes": [(4, 100)]}, "4x100"), ({"tokens": 1025}, "1025")],
 )
 def test_wrong_options_are_named(options: dict[str, object], what: str) -> None:
     with pytest.raises(RecipeError, match=what):

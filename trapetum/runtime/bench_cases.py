@@ -145,35 +145,27 @@ def _weight_bytes(matrix: Prepared) -> int:
 
 def matrix_cases(
     name: str, rows: int, count: int, tokens: int, pool: Pool, pool_bytes: int = POOL_BYTES
-) -> tuple[Case, Case]:
-    """A scheme's product with weights from memory, and from the cache.
-
-    Returns
-    -------
-    (Case, Case)
-        The second one's name ends in ``" cached"``.
-    """
-    from trapetum.kernels.cpu.prepared import Activations
+) -> list[Case]:
+    """A scheme's product with weights from memory, and, of few tokens, from the cache: its name ends in ``" cached"``."""
+    from trapetum.runtime.matrix import FUSED_TOKENS, PreparedMatrix
 
     x = np.random.default_rng(1).standard_normal((tokens, count)).astype(np.float32)
 
-    def case(label: str, matrices: Sequence[Prepared], repeat: int) -> Case:
-        first = matrices[0]
-        out = np.empty((tokens, first.rows), np.float32)
-
-        def product(matrix: Prepared) -> None:
-            form = matrix.activations(Activations(x))
-            pool.blocks(lambda r: matrix.multiply(form, out, r.start, r.stop), matrix.rows, _BLOCK_ROWS)
+    def case(label: str, prepared: Sequence[Prepared], repeat: int) -> Case:
+        first = prepared[0]
+        matrices = [PreparedMatrix(one, pool, fused=True) for one in prepared]
 
         def run(number: int) -> None:
             for _ in range(repeat):
-                product(matrices[number % len(matrices)])
+                matrices[number % len(matrices)](x)
 
         return Case(label, first.rows * count * repeat, _weight_bytes(first) * repeat, run)
 
-    few = max(_BLOCK_ROWS * pool.threads, _CACHED_WEIGHTS // count)
-    cached = case(f"{name} cached", [SCHEMES[name](few, count)], max(1, rows // few))
-    return case(name, _copies(SCHEMES[name](rows, count), pool_bytes), 1), cached
+    cases = [case(name, _copies(SCHEMES[name](rows, count), pool_bytes), 1)]
+    if tokens <= FUSED_TOKENS:
+        few = max(_BLOCK_ROWS * pool.threads, _CACHED_WEIGHTS // count)
+        cases.append(case(f"{name} cached", [SCHEMES[name](few, count)], max(1, rows // few)))
+    return cases
 
 
 def blas_case(rows: int, count: int, tokens: int, pool_bytes: int = POOL_BYTES) -> Case:

@@ -2,8 +2,9 @@
 
 Two ways to multiply a quantized matrix, neither of which ever holds it in float32 as a whole:
 
-* **tiles**: rows are decoded exactly, a few at a time, into a buffer that stays in the cache, and BLAS multiplies.
-* **fused**: up to ``_FUSED_TOKENS`` tokens are multiplied by a kernel that decodes in registers, with activations
+* **tiles**: rows are decoded exactly, a few at a time, into a buffer that stays in the cache, and multiplied in
+  float32: by BLAS for a few tokens, by ``kernels.cpu.gemm`` for more.
+* **fused**: up to ``FUSED_TOKENS`` tokens are multiplied by a kernel that decodes in registers, with activations
   rounded to integers (``kernels.cpu.prepared``): three to six times as fast as float32 BLAS.
 
 ``PRECISIONS`` says which one is used:
@@ -29,25 +30,24 @@ from trapetum.kernels.cpu.pool import Pool
 from trapetum.kernels.cpu.prepared import Activations, Prepared
 from trapetum.tensors import DenseTensor, QuantizedTensor
 
-__all__ = ["PRECISIONS", "DenseMatrix", "Matrix", "PreparedMatrix", "build_matrix"]
+__all__ = ["FUSED_TOKENS", "PRECISIONS", "DenseMatrix", "Matrix", "PreparedMatrix", "build_matrix"]
 
 Floats = NDArray[np.float32]
 
 PRECISIONS = ("exact", "precise", "fast")
 
-_FUSED_TOKENS = 16  # beyond them, decoding a tile costs less than BLAS gains
+FUSED_TOKENS = 16  # beyond them, decoding a tile costs less than float32 products gain
 _FUSED_PIECE_WEIGHTS = 1 << 18  # worth waking a thread: 25 us at 10 G weights a second
 
-# A piece of work is one product: rows of the matrix x tokens. BLAS packs both sides again for every product, which
-# costs 35 % at 64 rows, 15 % at 256 and 8 % at 512 (762 tokens, 4096 inputs, one Zen1 core).
-_MANY_ROWS = 512
-_MANY_TOKENS = 512
-_TILE_WEIGHTS = 2 << 20  # most weights of a decoded tile: 8 MiB of float32
 # Up to here a product is bound by reading weights: taken from the second-level cache it is twice as fast
 # (4096 x 4096, 4 tokens: 8 ms in tiles against 16 ms in one product).
 _FEW_TOKENS = 8
 _FEW_TILE_WEIGHTS = 1 << 16  # 256 KiB of float32: such a tile
 _FEW_PIECE_WEIGHTS = 1 << 20  # worth waking a thread (40 us): 0.3 to 0.6 ms
+# Beyond, a piece of work is some rows of the matrix times some tokens, cut into tiles that stay in that cache.
+_MANY_ROWS = 480
+_MANY_PANELS = 16  # 512 tokens
+_TILE_WEIGHTS = 1 << 18  # 1 MiB of float32
 
 
 class Matrix:
@@ -80,18 +80,8 @@ class Matrix:
         return self.tensor.dequantize(rows)
 
     def tile_rows(self, tokens: int) -> int:
-        """Rows that one product takes."""
-        if tokens <= _FEW_TOKENS:
-            return max(1, _FEW_TILE_WEIGHTS // self.in_features)
-        return max(64, min(_MANY_ROWS, _TILE_WEIGHTS // self.in_features))
-
-    def multiply(self, x: Floats, rows: slice, out: Floats) -> None:
-        """Write ``x @ W[rows].T`` into columns ``rows`` of ``out`` [tokens, all rows], tile by tile."""
-        step = self.tile_rows(x.shape[0])
-        buffer = np.empty((min(step, rows.stop - rows.start), self.in_features), np.float32)
-        for start in range(rows.start, rows.stop, step):
-            part = slice(start, min(start + step, rows.stop))
-            np.matmul(x, self.tile(part, buffer).T, out=out[:, part])
+        """Rows that one product of few tokens takes."""
+        return max(1, _FEW_TILE_WEIGHTS // self.in_features)
 
     def __call__(self, given: Floats | Activations) -> Floats:
         """Multiply.
@@ -105,20 +95,41 @@ class Matrix:
         -------
         ndarray of float32, shape (tokens, rows)
         """
-        x = given.x if isinstance(given, Activations) else given
-        tokens = x.shape[0]
-        out = np.empty((tokens, self.rows), np.float32)
-        height = _MANY_ROWS if tokens > _FEW_TOKENS else -(-_FEW_PIECE_WEIGHTS // self.in_features)
-        across = -(-tokens // _MANY_TOKENS)
+        x = given if isinstance(given, Activations) else Activations(given)
+        out = np.empty((x.x.shape[0], self.rows), np.float32)
+        if x.x.shape[0] <= _FEW_TOKENS:
+            height = -(-_FEW_PIECE_WEIGHTS // self.in_features)
+            self.pool.blocks(lambda rows: self._few(x.x, rows, out), self.rows, height)
+        else:
+            self._many(x.panels(self.pool), out)
+        return out
+
+    def _few(self, x: Floats, rows: slice, out: Floats) -> None:
+        """Write ``x @ W[rows].T`` into columns ``rows`` of ``out`` [tokens, all rows], tile by tile."""
+        step = self.tile_rows(x.shape[0])
+        buffer = np.empty((min(step, rows.stop - rows.start), self.in_features), np.float32)
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            np.matmul(x, self.tile(part, buffer).T, out=out[:, part])
+
+    def _many(self, panels: Floats, out: Floats) -> None:
+        """Write ``x @ W.T`` into ``out``; panels of ``Activations``."""
+        from trapetum.kernels.cpu.gemm import ROWS, multiply_panels
+
+        step = max(1, _TILE_WEIGHTS // self.in_features // ROWS) * ROWS
+        height = max(step, _MANY_ROWS // step * step)
+        across = -(-len(panels) // _MANY_PANELS)
 
         def piece(number: int) -> None:
             down, block = divmod(number, across)
-            rows = slice(down * height, min((down + 1) * height, self.rows))
-            part = slice(block * _MANY_TOKENS, (block + 1) * _MANY_TOKENS)
-            self.multiply(x[part], rows, out[part])
+            begin, end = block * _MANY_PANELS, min((block + 1) * _MANY_PANELS, len(panels))
+            stop = min((down + 1) * height, self.rows)
+            buffer = np.empty((min(step, stop - down * height), self.in_features), np.float32)
+            for first in range(down * height, stop, step):
+                tile = self.tile(slice(first, min(first + step, stop)), buffer)
+                multiply_panels(tile, panels, out, first, begin, end)
 
         self.pool.run(piece, -(-self.rows // height) * across)
-        return out
 
     def look_up(self, ids: NDArray[np.intp]) -> Floats:
         """Decoded rows by number, float32 [len(ids), in_features]."""
@@ -184,7 +195,7 @@ class PreparedMatrix(Matrix):
         """Multiply; see :class:`Matrix`."""
         x = given if isinstance(given, Activations) else Activations(given)
         tokens = x.x.shape[0]
-        if not self.fused or tokens > _FUSED_TOKENS:
+        if not self.fused or tokens > FUSED_TOKENS:
             return super().__call__(x)
         out = np.empty((tokens, self.rows), np.float32)
         form, multiply = self.prepared.activations(x), self.prepared.multiply

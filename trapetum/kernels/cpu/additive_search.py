@@ -23,25 +23,25 @@ from numba.core import types
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
-from trapetum.kernels.cpu.simd import FLOATS, _Emit, _operation
+from trapetum.kernels.cpu.emit import FLOATS, Emit, operation
 from trapetum.kernels.jit import jit
 
 __all__ = ["accumulate", "encode_vectors", "pair"]
 
-SIMD = "d45266ebab18c814"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "0429ca46c4b453e7"  # simd.fingerprint(): a new one makes numba compile this file again
 
 _SEGMENT = 32  # numbers that share a minimum
 _I1, _I8, _I32 = ir.IntType(1), ir.IntType(8), ir.IntType(32)
 
 
-@_operation(FLOATS, FLOATS, FLOATS)
-def _smaller(e: _Emit, a: Any, b: Any) -> Any:
+@operation(FLOATS, FLOATS, FLOATS)
+def _smaller(e: Emit, a: Any, b: Any) -> Any:
     """The smaller of two numbers, lane by lane."""
     return e.builder.select(e.builder.fcmp_ordered("<", a, b), a, b)
 
 
-@_operation(types.float32, FLOATS)
-def _smallest(e: _Emit, a: Any) -> Any:
+@operation(types.float32, FLOATS)
+def _smallest(e: Emit, a: Any) -> Any:
     """The smallest lane."""
     for width in (4, 2, 1):
         low = e.shuffle(a, a, list(range(width)))
@@ -50,8 +50,8 @@ def _smallest(e: _Emit, a: Any) -> Any:
     return e.builder.extract_element(a, _I32(0))
 
 
-@_operation(types.int32, FLOATS, types.float32)
-def _equal(e: _Emit, a: Any, value: Any) -> Any:
+@operation(types.int32, FLOATS, types.float32)
+def _equal(e: Emit, a: Any, value: Any) -> Any:
     """Number of the first lane that equals ``value``; 8 where none does."""
     equal = e.builder.bitcast(e.builder.fcmp_ordered("==", a, e.splat(value, 8)), _I8)
     return e.builder.cttz(e.builder.or_(e.builder.zext(equal, _I32), _I32(256)), _I1(0))

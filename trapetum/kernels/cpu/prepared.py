@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, dense, ternary
+from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, dense, gemm, ternary
 from trapetum.kernels.cpu.activations import (
     BYTE_LIMIT,
     GROUP,
@@ -26,6 +26,7 @@ from trapetum.kernels.cpu.activations import (
     quantize,
     split,
 )
+from trapetum.kernels.cpu.pool import Pool
 
 __all__ = [
     "Activations",
@@ -88,6 +89,16 @@ class Activations:
             block_sums(q, scales, size, out)
             self._made[size] = (out,)
         made: Floats = self._made[size][0]
+        return made
+
+    def panels(self, pool: Pool) -> Floats:
+        """The input of ``gemm.multiply_panels``, float32 [blocks of tokens, in_features, tokens of a block]."""
+        if "panels" not in self._made:
+            tokens, count = self.x.shape
+            out = np.empty((-(-tokens // gemm.TOKENS), count, gemm.TOKENS), np.float32)
+            pool.blocks(lambda part: gemm.pack_panels(self.x, out, part.start, part.stop), len(out), 1)
+            self._made["panels"] = (out,)
+        made: Floats = self._made["panels"][0]
         return made
 
     def _quantized(self, limit: int, dtype: Any) -> Form:

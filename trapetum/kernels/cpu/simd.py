@@ -1,9 +1,7 @@
 """A small vocabulary of 256-bit vectors for numba: what the decoders need and numba cannot say.
 
 Left alone, numba's vectoriser makes dozens of inserts and shuffles of a table look-up: 0.2 to 1.4 G weights a second
-where these operations reach 11 (4-bit codes, one Zen1 core). A vector is a numba type over an LLVM vector; it lives in
-ordinary variables of a compiled function, LLVM keeps it in a register. Every operation below is called from compiled
-code only.
+where these operations reach 11 (4-bit codes, one Zen1 core). Every operation below is called from compiled code only.
 
 An operation that x86 has as one instruction, but LLVM as a pattern that old versions do not match, is emitted as the
 target's own intrinsic where the target has AVX2, and as plain LLVM IR otherwise. The choice is made at compile time by
@@ -25,13 +23,13 @@ type       LLVM                           of
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic, models, register_model
+
+from trapetum.kernels.cpu.emit import BYTES, F32, FLOATS, I8, I16, I32, INTS, WORDS, Emit, Vector, operation
 
 __all__ = [
     "AHEAD",
@@ -77,7 +75,10 @@ __all__ = [
     "splat_bytes",
     "splat_floats",
     "splat_words",
+    "spread_four",
+    "spread_two",
     "store_floats",
+    "store_halves",
     "subtract_floats",
     "sum_floats",
     "to_floats",
@@ -88,135 +89,26 @@ __all__ = [
 
 AHEAD = 4096  # bytes between what a kernel decodes and what it prefetches
 
-_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-
-
-class Vector(types.Type):
-    """numba type of a vector; ``element`` and ``lanes`` are LLVM's."""
-
-    def __init__(self, name: str, element: ir.Type, lanes: int) -> None:
-        self.llvm = ir.VectorType(element, lanes)
-        super().__init__(name=f"trapetum.{name}")
-
-
-@register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Vector) -> None:
-        super().__init__(manager, kind, kind.llvm)  # type: ignore[no-untyped-call]
-
-
-BYTES = Vector("bytes", _I8, 32)
-WORDS = Vector("words", _I16, 16)
-INTS = Vector("ints", _I32, 8)
-FLOATS = Vector("floats", _F32, 8)
-
 
 def fingerprint() -> str:
-    """Hash of this file and ``memory``, for the constant in the modules that are compiled from them."""
+    """Hash of this file, ``emit`` and ``memory``, for the constant in the modules that are compiled from them."""
     import hashlib
     from pathlib import Path
 
     digest = hashlib.sha256()
-    for name in ("simd.py", "memory.py"):
+    for name in ("emit.py", "simd.py", "memory.py"):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------- emitting
-class _Emit:
-    """What a code generator needs: numba's context, LLVM's builder, and a few shorthands."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any) -> None:
-        self.context, self.builder, self.signature = context, builder, signature
-        features = context.codegen().magic_tuple()[2].split(",")
-        self.has = frozenset(f[1:] for f in features if f.startswith("+"))
-        self.is_x86 = context.codegen().magic_tuple()[0].startswith(("x86", "i686"))
-
-    def address(self, array: Any, index: Any, position: int = 0) -> Any:
-        """Pointer to element ``index`` of the array that is argument ``position``, counted in C order."""
-        kind = self.signature.args[position]
-        data = self.context.make_array(kind)(self.context, self.builder, array).data
-        return self.builder.gep(data, [index])
-
-    def load(self, pointer: Any, kind: ir.Type) -> Any:
-        loaded = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()))
-        loaded.align = 1
-        return loaded
-
-    def call(self, name: str, result: ir.Type, *values: Any) -> Any:
-        kind = ir.FunctionType(result, [v.type for v in values])
-        function = self.builder.module.globals.get(name) or ir.Function(self.builder.module, kind, name)
-        return self.builder.call(function, values)
-
-    def shuffle(self, a: Any, b: Any, lanes: list[int]) -> Any:
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
-
-    def splat(self, value: Any, lanes: int) -> Any:
-        kind = ir.VectorType(value.type, lanes)
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, _I32(0))
-        return self.shuffle(one, one, [0] * lanes)
-
-    def halves(self, bits: Any) -> Any:
-        """float32 of float16 bits, exact: the instruction, or integer steps and one exact multiplication."""
-        b, n = self.builder, bits.type.count
-        wide, floats = ir.VectorType(_I32, n), ir.VectorType(_F32, n)
-        if not self.is_x86 or "f16c" in self.has:
-            return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), n)), floats)
-
-        def const(value: int) -> Any:
-            return ir.Constant(wide, [value] * n)
-
-        x = b.zext(bits, wide)
-        magnitude = b.shl(b.and_(x, const(0x7FFF)), const(13))
-        # the exponent is 112 too small for normal and subnormal numbers alike; 2**112 is exact
-        value = b.bitcast(b.fmul(b.bitcast(magnitude, floats), ir.Constant(floats, [2.0**112] * n)), wide)
-        special = b.icmp_unsigned(">=", magnitude, const(0x0F800000))
-        value = b.select(special, b.or_(magnitude, const(0x7F800000)), value)
-        return b.bitcast(b.or_(value, b.shl(b.and_(x, const(0x8000)), const(16))), floats)
-
-
-Generator = Callable[..., Any]
-
-
-def _operation(result: Any, *arguments: Any) -> Callable[[Generator], Callable[..., Any]]:
-    """An operation on vectors and numbers; ``None`` among the arguments takes whatever type comes (an array)."""
-
-    def decorate(generate: Generator) -> Callable[..., Any]:
-        def typing(context: Any, *given: Any) -> Any:
-            if len(given) != len(arguments):
-                return None
-            for wanted, found in zip(arguments, given):
-                array = wanted is None and isinstance(found, types.Array) and found.layout == "C"
-                vector = isinstance(wanted, Vector) and found == wanted
-                number = isinstance(wanted, types.Number) and isinstance(found, types.Number)
-                if not (array or vector or number):
-                    return None
-            signature = result(*(f if w is None else w for w, f in zip(arguments, given)))
-
-            def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
-                return generate(_Emit(target, builder, sig), *values)
-
-            return signature, lower
-
-        typing.__name__ = typing.__qualname__ = generate.__name__
-        typing.__doc__ = generate.__doc__
-        names = ["context", *(f"value{i}" for i in range(len(arguments)))]  # numba counts them
-        form = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-        typing.__signature__ = inspect.Signature(form)  # type: ignore[attr-defined]
-        operation: Callable[..., Any] = intrinsic(typing)
-        return operation
-
-    return decorate
-
-
 # ---------------------------------------------------------------------------- memory
 def _loader(kind: Vector, name: str, what: str) -> Callable[..., Any]:
-    def load(e: _Emit, array: Any, index: Any) -> Any:
+    def load(e: Emit, array: Any, index: Any) -> Any:
         return e.load(e.address(array, index), kind.llvm)
 
     load.__name__ = name
     load.__doc__ = f"{what} from element ``index`` of a C-contiguous array on."
-    return _operation(kind, None, types.intp)(load)
+    return operation(kind, None, types.intp)(load)
 
 
 load_bytes = _loader(BYTES, "load_bytes", "32 bytes")
@@ -224,88 +116,116 @@ load_words = _loader(WORDS, "load_words", "16 int16")
 load_ints = _loader(INTS, "load_ints", "8 int32")
 
 
-@_operation(FLOATS, None, types.intp)
-def load_floats(e: _Emit, array: Any, index: Any) -> Any:
+@operation(FLOATS, None, types.intp)
+def load_floats(e: Emit, array: Any, index: Any) -> Any:
     """8 numbers as float32: float32, float16 bits in a uint16 array, or bfloat16 bits in an int16 array."""
     pointer = e.address(array, index)
     if e.signature.args[0].dtype == types.uint16:
-        return e.halves(e.load(pointer, ir.VectorType(_I16, 8)))
+        return e.halves(e.load(pointer, ir.VectorType(I16, 8)))
     if e.signature.args[0].dtype == types.int16:
-        wide = e.builder.zext(e.load(pointer, ir.VectorType(_I16, 8)), INTS.llvm)
+        wide = e.builder.zext(e.load(pointer, ir.VectorType(I16, 8)), INTS.llvm)
         return e.builder.bitcast(e.builder.shl(wide, ir.Constant(INTS.llvm, [16] * 8)), FLOATS.llvm)
     return e.load(pointer, FLOATS.llvm)
 
 
-@_operation(types.float32, None, types.intp)
-def scalar(e: _Emit, array: Any, index: Any) -> Any:
+@operation(types.float32, None, types.intp)
+def scalar(e: Emit, array: Any, index: Any) -> Any:
     """One number as float32: of a float32 array, or of a uint16 array that holds float16 bits."""
     pointer = e.address(array, index)
     if e.signature.args[0].dtype == types.uint16:
-        one = e.load(pointer, _I16)
-        padded = e.builder.insert_element(ir.Constant(ir.VectorType(_I16, 8), [0] * 8), one, _I32(0))
-        return e.builder.extract_element(e.halves(padded), _I32(0))
-    return e.load(pointer, _F32)
+        one = e.load(pointer, I16)
+        padded = e.builder.insert_element(ir.Constant(ir.VectorType(I16, 8), [0] * 8), one, I32(0))
+        return e.builder.extract_element(e.halves(padded), I32(0))
+    return e.load(pointer, F32)
 
 
-@_operation(WORDS, None, types.intp)
-def load_signed_bytes(e: _Emit, array: Any, index: Any) -> Any:
+def _spreader(count: int, name: str) -> Callable[..., Any]:
+    def spread(e: Emit, array: Any, index: Any) -> Any:
+        pointer = e.address(array, index)
+        lanes = [lane * count // 8 for lane in range(8)]
+        if e.signature.args[0].dtype == types.uint16:
+            some = e.load(pointer, ir.VectorType(I16, count))
+            return e.halves(e.shuffle(some, some, lanes))
+        some = e.load(pointer, ir.VectorType(F32, count))
+        return e.shuffle(some, some, lanes)
+
+    spread.__name__ = name
+    spread.__doc__ = (
+        f"{count} numbers as float32, each in {8 // count} lanes side by side; arrays as for :func:`scalar`."
+    )
+    return operation(FLOATS, None, types.intp)(spread)
+
+
+spread_two, spread_four = _spreader(2, "spread_two"), _spreader(4, "spread_four")
+
+
+@operation(WORDS, None, types.intp)
+def load_signed_bytes(e: Emit, array: Any, index: Any) -> Any:
     """16 int8 as int16."""
-    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(_I8, 16)), WORDS.llvm)
+    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(I8, 16)), WORDS.llvm)
 
 
-@_operation(INTS, None, types.intp)
-def load_byte_ints(e: _Emit, array: Any, index: Any) -> Any:
+@operation(INTS, None, types.intp)
+def load_byte_ints(e: Emit, array: Any, index: Any) -> Any:
     """8 int8 as int32."""
-    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(_I8, 8)), INTS.llvm)
+    return e.builder.sext(e.load(e.address(array, index), ir.VectorType(I8, 8)), INTS.llvm)
 
 
-@_operation(BYTES, None, types.intp)
-def load_table(e: _Emit, array: Any, index: Any) -> Any:
+@operation(BYTES, None, types.intp)
+def load_table(e: Emit, array: Any, index: Any) -> Any:
     """16 bytes, twice: the table of :func:`look_up_bytes`."""
-    table = e.load(e.address(array, index), ir.VectorType(_I8, 16))
+    table = e.load(e.address(array, index), ir.VectorType(I8, 16))
     return e.shuffle(table, table, [*range(16), *range(16)])
 
 
-@_operation(types.void, None, types.intp, FLOATS)
-def store_floats(e: _Emit, array: Any, index: Any, value: Any) -> Any:
+@operation(types.void, None, types.intp, FLOATS)
+def store_floats(e: Emit, array: Any, index: Any, value: Any) -> Any:
     """Write 8 float32 from element ``index`` on."""
     pointer = e.builder.bitcast(e.address(array, index), FLOATS.llvm.as_pointer())
     e.builder.store(value, pointer).align = 1
     return e.context.get_dummy_value()
 
 
-@_operation(types.void, None, types.intp)
-def prefetch(e: _Emit, array: Any, index: Any) -> Any:
+@operation(types.void, None, types.intp, FLOATS)
+def store_halves(e: Emit, array: Any, index: Any, value: Any) -> Any:
+    """Write 8 numbers, rounded to float16 (to nearest, ties to even), from element ``index`` of a uint16 array on."""
+    pointer = e.builder.bitcast(e.address(array, index), ir.VectorType(I16, 8).as_pointer())
+    e.builder.store(e.rounded(value), pointer).align = 1
+    return e.context.get_dummy_value()
+
+
+@operation(types.void, None, types.intp)
+def prefetch(e: Emit, array: Any, index: Any) -> Any:
     """Ask for the cache line of element ``index``; it may lie beyond the array.
 
     A decoder reads memory in bursts with arithmetic between; a virtual machine's hardware prefetcher fell behind it by
     a factor of three (4-bit codes streamed from memory: 7 G weights a second, 23 when asked 4 KiB ahead).
     """
-    pointer = e.builder.bitcast(e.address(array, index), _I8.as_pointer())
-    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    pointer = e.builder.bitcast(e.address(array, index), I8.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
     name = "llvm.prefetch.p0"
     function = e.builder.module.globals.get(name) or ir.Function(e.builder.module, kind, name)
-    e.builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
+    e.builder.call(function, [pointer, I32(0), I32(3), I32(1)])
     return e.context.get_dummy_value()
 
 
 # ---------------------------------------------------------------------------- constants
 def _splatter(kind: Vector, number: Any, name: str) -> Callable[..., Any]:
-    def splat(e: _Emit, value: Any) -> Any:
+    def splat(e: Emit, value: Any) -> Any:
         return e.splat(value, kind.llvm.count)
 
     splat.__name__ = name
     splat.__doc__ = "One number in every lane."
-    return _operation(kind, number)(splat)
+    return operation(kind, number)(splat)
 
 
 def _zero(kind: Vector, name: str) -> Callable[..., Any]:
-    def zero(e: _Emit) -> Any:
+    def zero(e: Emit) -> Any:
         return ir.Constant(kind.llvm, [0] * kind.llvm.count)
 
     zero.__name__ = name
     zero.__doc__ = "Zero in every lane."
-    return _operation(kind)(zero)
+    return operation(kind)(zero)
 
 
 splat_bytes = _splatter(BYTES, types.int8, "splat_bytes")
@@ -317,12 +237,12 @@ zero_floats = _zero(FLOATS, "zero_floats")
 
 # ---------------------------------------------------------------------------- lane by lane
 def _lanewise(kind: Vector, instruction: str, name: str) -> Callable[..., Any]:
-    def lanewise(e: _Emit, a: Any, b: Any) -> Any:
+    def lanewise(e: Emit, a: Any, b: Any) -> Any:
         return getattr(e.builder, instruction)(a, b)
 
     lanewise.__name__ = name
     lanewise.__doc__ = f"``{instruction}`` of two vectors, lane by lane."
-    return _operation(kind, kind, kind)(lanewise)
+    return operation(kind, kind, kind)(lanewise)
 
 
 add_bytes = _lanewise(BYTES, "add", "add_bytes")
@@ -338,140 +258,138 @@ subtract_floats = _lanewise(FLOATS, "fsub", "subtract_floats")
 multiply_floats = _lanewise(FLOATS, "fmul", "multiply_floats")
 
 
-@_operation(INTS, INTS, types.int32)
-def shift_left_ints(e: _Emit, a: Any, count: Any) -> Any:
+@operation(INTS, INTS, types.int32)
+def shift_left_ints(e: Emit, a: Any, count: Any) -> Any:
     """``a << count``."""
     return e.builder.shl(a, e.splat(count, 8))
 
 
-@_operation(FLOATS, FLOATS, FLOATS, FLOATS)
-def fma(e: _Emit, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``; rounded once where the machine can, twice on an x86 without FMA (a call a lane otherwise)."""
-    if e.is_x86 and "fma" not in e.has:
-        return e.builder.fadd(e.builder.fmul(a, b), c)
-    return e.call("llvm.fma.v8f32", FLOATS.llvm, a, b, c)
+@operation(FLOATS, FLOATS, FLOATS, FLOATS)
+def fma(e: Emit, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``; see ``emit.Emit.fused``."""
+    return e.fused(a, b, c)
 
 
-@_operation(FLOATS, INTS)
-def to_floats(e: _Emit, a: Any) -> Any:
+@operation(FLOATS, INTS)
+def to_floats(e: Emit, a: Any) -> Any:
     """int32 to float32, rounded to nearest."""
     return e.builder.sitofp(a, FLOATS.llvm)
 
 
-@_operation(FLOATS, FLOATS, FLOATS)
-def max_floats(e: _Emit, a: Any, b: Any) -> Any:
+@operation(FLOATS, FLOATS, FLOATS)
+def max_floats(e: Emit, a: Any, b: Any) -> Any:
     """The larger of two numbers; ``b`` where ``a`` is NaN."""
     return e.builder.select(e.builder.fcmp_ordered(">", a, b), a, b)
 
 
-@_operation(FLOATS, FLOATS)
-def round_floats(e: _Emit, a: Any) -> Any:
+@operation(FLOATS, FLOATS)
+def round_floats(e: Emit, a: Any) -> Any:
     """To the nearest whole number, of magnitudes below 2**22: adding 1.5 * 2**23 leaves no bits for a fraction."""
     magic = ir.Constant(FLOATS.llvm, [1.5 * 2.0**23] * 8)
     return e.builder.fsub(e.builder.fadd(a, magic), magic)
 
 
-@_operation(FLOATS, FLOATS)
-def exp2_floats(e: _Emit, a: Any) -> Any:
+@operation(FLOATS, FLOATS)
+def exp2_floats(e: Emit, a: Any) -> Any:
     """``2**a`` of whole numbers from -126 to 127: the exponent's bits."""
     whole = e.builder.add(e.builder.fptosi(a, INTS.llvm), ir.Constant(INTS.llvm, [127] * 8))
     return e.builder.bitcast(e.builder.shl(whole, ir.Constant(INTS.llvm, [23] * 8)), FLOATS.llvm)
 
 
-@_operation(types.float32, FLOATS)
-def sum_floats(e: _Emit, a: Any) -> Any:
+@operation(types.float32, FLOATS)
+def sum_floats(e: Emit, a: Any) -> Any:
     """Sum of the lanes: halves onto each other, three times."""
     for width in (4, 2, 1):
         low = e.shuffle(a, a, list(range(width)))
         high = e.shuffle(a, a, list(range(width, 2 * width)))
         a = e.builder.fadd(low, high)
-    return e.builder.extract_element(a, _I32(0))
+    return e.builder.extract_element(a, I32(0))
 
 
 # ---------------------------------------------------------------------------- across lanes
-def _interleave(e: _Emit, a: Any, b: Any, first: int) -> Any:
+def _interleave(e: Emit, a: Any, b: Any, first: int) -> Any:
     order = [lane + k for half in (0, 16) for k in range(half + first, half + first + 8) for lane in (0, 32)]
     return e.builder.bitcast(e.shuffle(a, b, order), WORDS.llvm)
 
 
-@_operation(WORDS, BYTES, BYTES)
-def interleave_low(e: _Emit, low: Any, high: Any) -> Any:
+@operation(WORDS, BYTES, BYTES)
+def interleave_low(e: Emit, low: Any, high: Any) -> Any:
     """``low | high << 8`` of bytes 0-7 and 16-23."""
     return _interleave(e, low, high, 0)
 
 
-@_operation(WORDS, BYTES, BYTES)
-def interleave_high(e: _Emit, low: Any, high: Any) -> Any:
+@operation(WORDS, BYTES, BYTES)
+def interleave_high(e: Emit, low: Any, high: Any) -> Any:
     """``low | high << 8`` of bytes 8-15 and 24-31."""
     return _interleave(e, low, high, 8)
 
 
-def _part(e: _Emit, words: Any, first: int) -> Any:
+def _part(e: Emit, words: Any, first: int) -> Any:
     return e.shuffle(words, words, list(range(first, first + 8)))
 
 
-@_operation(INTS, WORDS)
-def low_ints(e: _Emit, words: Any) -> Any:
+@operation(INTS, WORDS)
+def low_ints(e: Emit, words: Any) -> Any:
     """The first 8 int16 as int32."""
     return e.builder.sext(_part(e, words, 0), INTS.llvm)
 
 
-@_operation(INTS, WORDS)
-def high_ints(e: _Emit, words: Any) -> Any:
+@operation(INTS, WORDS)
+def high_ints(e: Emit, words: Any) -> Any:
     """The last 8 int16 as int32."""
     return e.builder.sext(_part(e, words, 8), INTS.llvm)
 
 
-@_operation(FLOATS, WORDS)
-def low_halves(e: _Emit, words: Any) -> Any:
+@operation(FLOATS, WORDS)
+def low_halves(e: Emit, words: Any) -> Any:
     """float32 of the first 8 of 16 float16 bit patterns."""
     return e.halves(_part(e, words, 0))
 
 
-@_operation(FLOATS, WORDS)
-def high_halves(e: _Emit, words: Any) -> Any:
+@operation(FLOATS, WORDS)
+def high_halves(e: Emit, words: Any) -> Any:
     """float32 of the last 8 of 16 float16 bit patterns."""
     return e.halves(_part(e, words, 8))
 
 
-@_operation(BYTES, BYTES, BYTES)
-def look_up_bytes(e: _Emit, table: Any, index: Any) -> Any:
+@operation(BYTES, BYTES, BYTES)
+def look_up_bytes(e: Emit, table: Any, index: Any) -> Any:
     """``table[index]`` with a table of 16 bytes from :func:`load_table`; every index must be below 16."""
     if "avx2" in e.has:
         return e.call("llvm.x86.avx2.pshuf.b", BYTES.llvm, table, index)
     found = ir.Constant(BYTES.llvm, ir.Undefined)
     for lane in range(32):
-        entry = e.builder.extract_element(table, e.builder.extract_element(index, _I32(lane)))
-        found = e.builder.insert_element(found, entry, _I32(lane))
+        entry = e.builder.extract_element(table, e.builder.extract_element(index, I32(lane)))
+        found = e.builder.insert_element(found, entry, I32(lane))
     return found
 
 
-@_operation(FLOATS, None, types.intp, None, types.intp)
-def look_up_floats(e: _Emit, table: Any, first: Any, codes: Any, index: Any) -> Any:
+@operation(FLOATS, None, types.intp, None, types.intp)
+def look_up_floats(e: Emit, table: Any, first: Any, codes: Any, index: Any) -> Any:
     """``table[first + codes[index + lane]]``: eight scalar loads, 2.7 times as fast as the gather of a Zen1."""
     found = ir.Constant(FLOATS.llvm, ir.Undefined)
     base = e.address(table, first)
     line = e.address(codes, index, 2)
     for lane in range(8):
-        code = e.builder.zext(e.builder.load(e.builder.gep(line, [_I32(lane)])), ir.IntType(64))
-        found = e.builder.insert_element(found, e.builder.load(e.builder.gep(base, [code])), _I32(lane))
+        code = e.builder.zext(e.builder.load(e.builder.gep(line, [I32(lane)])), ir.IntType(64))
+        found = e.builder.insert_element(found, e.builder.load(e.builder.gep(base, [code])), I32(lane))
     return found
 
 
 # ---------------------------------------------------------------------------- products
-@_operation(INTS, WORDS, WORDS)
-def multiply_add_words(e: _Emit, a: Any, b: Any) -> Any:
+@operation(INTS, WORDS, WORDS)
+def multiply_add_words(e: Emit, a: Any, b: Any) -> Any:
     """``a[2j] * b[2j] + a[2j+1] * b[2j+1]`` in int32."""
     if "avx2" in e.has:
         return e.call("llvm.x86.avx2.pmadd.wd", INTS.llvm, a, b)
-    wide = ir.VectorType(_I32, 16)
+    wide = ir.VectorType(I32, 16)
     product = e.builder.mul(e.builder.sext(a, wide), e.builder.sext(b, wide))
     even = e.shuffle(product, product, list(range(0, 16, 2)))
     return e.builder.add(even, e.shuffle(product, product, list(range(1, 16, 2))))
 
 
-@_operation(INTS, INTS, *[BYTES] * 8)
-def dot_bytes(e: _Emit, total: Any, *values: Any) -> Any:
+@operation(INTS, INTS, *[BYTES] * 8)
+def dot_bytes(e: Emit, total: Any, *values: Any) -> Any:
     """``total[j] + sum(u[k][4j+i] * s[k][4j+i])`` over i, k < 4: unsigned ``u0 .. u3`` below 32, int8 ``s0 .. s3``.
 
     Below 32, so that eight products stay below 2**15 and the 16-bit sums of AVX2 cannot saturate.
@@ -487,7 +405,7 @@ def dot_bytes(e: _Emit, total: Any, *values: Any) -> Any:
         words = e.builder.add(e.builder.add(sums[0], sums[1]), e.builder.add(sums[2], sums[3]))
         ones = ir.Constant(WORDS.llvm, [1] * 16)
         return e.builder.add(total, e.call("llvm.x86.avx2.pmadd.wd", INTS.llvm, words, ones))
-    wide = ir.VectorType(_I32, 32)
+    wide = ir.VectorType(I32, 32)
     for u, s in pairs:
         product = e.builder.mul(e.builder.zext(u, wide), e.builder.sext(s, wide))
         for i in range(4):
