@@ -72,16 +72,18 @@ __all__ = [
 
 Effort = Literal["fast", "default", "high"]
 Kind = Literal[
-    "embed", "q", "k", "v", "o", "gate", "up", "down", "head", "norm", "bias", "router", "buffer", "other",
-    "attention", "mlp", "experts", "linear",
+    "embed", "q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up", "head", "norm", "bias", "router",
+    "vector", "buffer", "other", "attention", "mlp", "experts", "linear",
 ]  # fmt: skip
 
-# A group stands for several roles; "experts" also asks that the tensor belongs to a routed expert.
+# A group stands for several roles; "experts" also asks that the tensor belongs to routed experts.
+_ATTENTION = ("q", "k", "v", "o", "qkv", "kv")
+_MLP = ("gate", "up", "down", "gate_up")
 GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": ("q", "k", "v", "o"),
-    "mlp": ("gate", "up", "down"),
-    "experts": ("gate", "up", "down"),
-    "linear": ("q", "k", "v", "o", "gate", "up", "down", "linear"),  # "linear" alone: outside the table
+    "attention": _ATTENTION,
+    "mlp": _MLP,
+    "experts": _MLP,
+    "linear": (*_ATTENTION, *_MLP, "linear"),  # "linear" alone: outside the table
 }
 ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
 
@@ -185,7 +187,7 @@ class Rule(BaseModel):
 
 
 DEFAULT_RULES: tuple[Rule, ...] = (
-    Rule(role=["norm", "bias", "router", "buffer", "other", "embed"], keep=True),
+    Rule(role=["norm", "bias", "router", "vector", "buffer", "other", "embed"], keep=True),
     Rule(role=["head"], scheme="kmeans", bits=8),
     Rule(role=["linear"]),
 )
