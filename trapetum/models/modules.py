@@ -55,6 +55,11 @@ class Role:
     expert: int | None = None
     part: str = ""
 
+    @property
+    def routed(self) -> bool:
+        """Whether it belongs to routed experts, one or all of them."""
+        return self.part.startswith("expert")
+
 
 def _everywhere(config: ModelConfig, layer: int) -> bool:
     return True
