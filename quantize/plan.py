@@ -286,7 +286,7 @@ def _row(source: AnyCheckpoint, recipe: Recipe, architecture: Architecture, name
     """Give one tensor its scheme: its form first, then the recipe."""
     role, shape, dtype = architecture.role(name), source.shape(name), source.dtype(name)
     scheme: Scheme = Keep()
-    index = recipe.find(name, role.kind, role.layer, role.expert is not None)
+    index = recipe.find(name, role.kind, role.layer, role.routed)
     why = "no rule" if index is None else f"rules[{index}]: {recipe.rules[index]}"
     if dtype.name not in FLOATS:
         why = f"{dtype.name} is not a float type"
@@ -371,7 +371,7 @@ def _kept_notes(rows: tuple[PlanRow, ...]) -> list[str]:
 def _idle_rules(recipe: Recipe, rows: tuple[PlanRow, ...]) -> list[str]:
     """A rule of the user that selects nothing is most often a slip; one for a head that is tied is not."""
     own = recipe.rules[: -len(DEFAULT_RULES)]
-    used = {recipe.find(r.name, r.role.kind, r.role.layer, r.role.expert is not None) for r in rows}
+    used = {recipe.find(r.name, r.role.kind, r.role.layer, r.role.routed) for r in rows}
     return [
         f"rules[{i}] ({rule}) selects no tensor"
         for i, rule in enumerate(own)
