@@ -25,7 +25,7 @@ def test_every_role_has_a_default() -> None:
     recipe = resolve_recipe(bits=4)
     found = {kind: scheme(recipe, "x", kind) for kind in (*ROLES, "linear")}
     kept = {k for k, s in found.items() if s == Keep()}
-    assert kept == {"norm", "bias", "router", "buffer", "other", "embed"}
+    assert kept == {"norm", "bias", "router", "vector", "buffer", "other", "embed"}
     assert found["head"] == KMeans(256)
     assert {s for k, s in found.items() if k not in kept | {"head"}} == {KMeans(16)}
 
