@@ -27,6 +27,7 @@ from trapetum.cli.perplexity import perplexity
 from trapetum.cli.push import push
 from trapetum.cli.quantize import quantize
 from trapetum.cli.recipes import recipes
+from trapetum.cli.report import report
 from trapetum.cli.run import run
 from trapetum.cli.verify import verify
 
@@ -41,6 +42,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     export,
     verify,
     inspect,
+    report,
     run,
     perplexity,
     compare,

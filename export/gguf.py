@@ -33,6 +33,7 @@ from trapetum.export.gguf_ternary import pack_ternary
 from trapetum.export.gguf_types import squares
 from trapetum.export.plan import ExportPlan, ExportRow, new_folder
 from trapetum.formats.atomic import disk_errors, require_space
+from trapetum.formats.checksums import gguf_sums, write_sums
 from trapetum.formats.gguf_names import stored_row_order
 from trapetum.formats.gguf_values import KeyValue
 from trapetum.formats.gguf_writer import GgufWriter
@@ -145,6 +146,7 @@ class GgufPlan(ExportPlan):
         if is_file(out):
             with disk_errors(out):
                 out.parent.mkdir(parents=True, exist_ok=True)
+                gguf_sums(out).unlink(missing_ok=True)  # never beside a file that it does not describe
             stale = [p for p in family(out) if p.name not in self.files] if self.request.overwrite else []
             self._write(out, progress)
             with disk_errors(out):
@@ -168,6 +170,7 @@ class GgufPlan(ExportPlan):
                     progress.advance(job.nbytes, _line(job.row))
         finally:
             pool.shutdown(cancel_futures=True)
+        write_sums(gguf_sums(path), [path.with_name(name) for name in self.files])
         progress.end()
 
 

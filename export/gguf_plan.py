@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from trapetum.export.gguf_types import (
 )
 from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
 from trapetum.formats.artifact import Artifact
+from trapetum.formats.checksums import GGUF_SUMS, gguf_sums
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
 from trapetum.formats.gguf_rotation import rotation_pairs
@@ -42,7 +44,7 @@ from trapetum.tensors import BlockTensor, DenseTensor, TernaryTensor
 __all__ = ["plan_gguf"]
 
 _F32 = BLOCK_TYPES["F32"]
-_KNOWN = ("*.gguf",)
+_KNOWN = ("*.gguf", f"*.gguf{GGUF_SUMS}")
 _EXPORT_SOMEWHERE = "Export to hf instead, which holds every model."
 _NOTABLE_GROWTH = 1.1
 _PRISM = (
@@ -371,7 +373,7 @@ def _refuse_existing(request: ExportRequest) -> None:
     out = request.out
     if not is_file(out):
         refuse_existing(out, _KNOWN, overwrite=request.overwrite)
-    elif (found := family(out)) and not request.overwrite:
+    elif not request.overwrite and (found := [*family(out), *filter(Path.exists, [gguf_sums(out)])]):
         raise OutputError(
             f"{found[0]}: exists", hint="Give --overwrite to replace the model, or another name with -o."
         )

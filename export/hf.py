@@ -23,7 +23,9 @@ from trapetum.errors import FormatError, RecipeError, UnsupportedModelError
 from trapetum.export.cbk_folder import dense_config
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
+from trapetum.formats.checksums import write_sums
 from trapetum.formats.decoded import decoded, rotation_of
+from trapetum.formats.manifest import SUMS
 from trapetum.formats.safetensors_writer import (
     Entry,
     SafetensorsWriter,
@@ -48,7 +50,7 @@ DTYPES: dict[str, tuple[np.dtype[Any], str]] = {
 # transformers refuses a file without it.
 _METADATA = {"format": "pt"}
 _INDEX = "model.safetensors.index.json"
-_KNOWN = ("model*.safetensors", _INDEX, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
+_KNOWN = ("model*.safetensors", _INDEX, SUMS, "*.json", "*.jinja", "*.model", "*.txt", "*.py")
 _BLOCK_WEIGHTS = 4 << 20
 
 
@@ -89,6 +91,7 @@ class HfPlan(ExportPlan):
                 for file_path in request.artifact.side_files():
                     if file_path.name != "config.json":
                         shutil.copyfile(file_path, folder / file_path.name)
+            write_sums(folder / SUMS, sorted(folder.iterdir()))
         progress.end()
         return request.out
 

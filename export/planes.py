@@ -20,7 +20,9 @@ from trapetum.errors import UnsupportedModelError
 from trapetum.export.cbk_folder import dense_config
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
+from trapetum.formats.checksums import write_sums
 from trapetum.formats.decoded import rotation_of
+from trapetum.formats.manifest import SUMS
 from trapetum.formats.planes import (
     GROUP_SIZE,
     LAYOUT,
@@ -39,7 +41,7 @@ from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, Terna
 __all__ = ["PlanesPlan", "plan_planes"]
 
 FILE = "model.safetensors"
-_KNOWN = (FILE, MANIFEST, "*.json", "*.jinja", "*.model", "*.txt")
+_KNOWN = (FILE, MANIFEST, SUMS, "*.json", "*.jinja", "*.model", "*.txt")
 
 # Matrices that read one activation, by the kinds of their roles, and the name of what they become.
 _FUSED = {("q", "k", "v"): "qkv_proj", ("gate", "up"): "gate_up_proj"}
@@ -74,6 +76,7 @@ class PlanesPlan(ExportPlan):
                 for path in request.artifact.side_files():
                     if path.name != "config.json":
                         shutil.copyfile(path, folder / path.name)
+            write_sums(folder / SUMS, sorted(folder.iterdir()))
         progress.end()
         return request.out
 

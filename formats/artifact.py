@@ -19,7 +19,7 @@ import numpy as np
 from trapetum.errors import FormatError
 from trapetum.formats.atomic import WORK_FOLDER
 from trapetum.formats.checkpoint import SIDE_FILES
-from trapetum.formats.checksums import file_sha256, parse_sums
+from trapetum.formats.checksums import file_sha256, log_fault, parse_sums
 from trapetum.formats.manifest import (
     INDEX,
     MANIFEST,
@@ -205,6 +205,8 @@ class Artifact:
         present = {p.name for p in self.path.iterdir() if is_plain_name(p.name) and p.is_file()}
         present -= {SUMS, RUN_LOG}
         problems = [f"{self.path / name}: is not listed in {SUMS}" for name in sorted(present - sums.keys())]
+        if (fault := log_fault(self.path / RUN_LOG)) is not None:
+            problems.append(fault)
         total = sum(r.nbytes for r in self.records.values())
         meter = progress or Progress()
         meter.begin("checking sums", 2 * total)

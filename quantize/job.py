@@ -452,6 +452,7 @@ class Job:
         files["config.json"] = artifact_config(self.plan.config, manifest)
         files["README.md"] = model_card(self.report(entries), self.title, self.identity["source"], carried)
         log.add(event="assemble")
+        log.seal()
         assemble(self.folder, manifest, files, max_shard_bytes=self.max_shard_size, progress=self.progress)
 
     def report(self, entries: Mapping[str, dict[str, Any]]) -> Report:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trapetum.errors import OutputError
 from trapetum.formats.atomic import WORK_FOLDER, disk_errors, write_atomic
+from trapetum.formats.checksums import log_seal
 from trapetum.formats.manifest import RUN_LOG
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _short(value: Any) -> str:
 
 
 class RunLog:
-    """Append what happened, outside the artifact's identity.
+    """Append what happened, outside the artifact's identity; :meth:`seal` makes a changed byte visible all the same.
 
     Parameters
     ----------
@@ -153,6 +154,11 @@ class RunLog:
             with disk_errors(self._path), open(self._path, "ab") as file:
                 file.write(other.read_bytes())
             other.unlink()
+
+    def seal(self) -> None:
+        """End the log with the checksum of all lines so far; see ``formats.artifact``."""
+        with disk_errors(self._path), open(self._path, "ab") as file:
+            file.write(log_seal(self._path))
 
     def start(self, threads: int) -> None:
         """Say which machine and which versions work from here on."""

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trapetum.errors import FormatError, OutputError, RecipeError, TrapetumError
+from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.checksums import parse_sums, sums_bytes
 from trapetum.formats.manifest import MANIFEST, SUMS
 from trapetum.hub_errors import explained, with_retries
+from trapetum.measured import measured_rows
 from trapetum.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,17 +31,6 @@ __all__ = ["PushReport", "push_artifact"]
 
 LARGEST = 50 * 10**9  # bytes that the Hub takes in one file
 _CARD = "README.md"
-_SHOWN = {  # what perplexity --json and compare --json print -> how the table calls it
-    "ppl": "perplexity",
-    "ppl_a": "perplexity of the first model",
-    "ppl_b": "perplexity of the second model",
-    "kl_mean": "KL divergence, mean (nats)",
-    "kl_max": "KL divergence, largest (nats)",
-    "top1_agreement": "top-1 agreement",
-    "tv_mean": "total variation, mean",
-    "tokens": "tokens",
-    "ctx": "context",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +105,7 @@ def push_artifact(
     base_model : str, optional
         Hub id of the source, where the artifact was made from a local folder.
     quality : sequence of path
-        JSON that ``perplexity --json`` or ``compare --json`` printed; becomes a table of the card.
+        JSON that ``perplexity``, ``compare`` or ``verify`` printed with ``--json``; becomes a table of the card.
     token : str, optional
         By default what the Hub client finds by itself.
     progress : Progress, optional
@@ -320,28 +310,7 @@ def _card(
     lines += ["## Made with", "", "```", f"# trapetum {manifest['tool_version']}", command, "```"]
     if "--recipe recipe.json" in command:
         lines += ["", f"`recipe.json` is the value of `recipe` in `{MANIFEST}`."]
-    rows = [row for file in quality for row in _measured(Path(file))]
+    rows = [f"| {text} | {value} |" for text, value in measured_rows(quality)]
     if rows:
         lines += ["", "## Quality", "", "| | |", "|---|---:|", *rows]
     return "\n".join(lines) + "\n"
-
-
-def _measured(file: Path) -> list[str]:
-    """Rows of the quality table from one JSON result."""
-    try:
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise FormatError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        data = None
-    rows = [
-        f"| {text} | {data[key]:,} |" if isinstance(data[key], int) else f"| {text} | {data[key]:.5g} |"
-        for key, text in _SHOWN.items()
-        if isinstance(data, dict) and isinstance(data.get(key), int | float)
-    ]
-    if not rows:
-        raise FormatError(
-            f"{file}: is no result of `trapetum perplexity --json` or `trapetum compare --json`",
-            hint="Redirect their stdout into a file.",
-        )
-    return rows

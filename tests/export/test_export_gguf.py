@@ -99,7 +99,7 @@ def test_demo_model(demo_model, tmp_path):
     with plan_export(demo_model, "gguf", tmp_path / "out") as plan:
         predicted = dict(plan.files)
         folder = plan.write()
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.gguf")
     assert {path.name: path.stat().st_size} == predicted
     assert sum(predicted.values()) == plan.size
     found = CONVENTION.match(path.name)

@@ -7,6 +7,7 @@ unkilled run. One process, freshly started and without threads, so that forking 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -74,7 +75,8 @@ def write(folder: Path, seed: int = 0, max_shard_bytes: int = 300) -> None:
                     part.write({s: a[row : row + 1] for s, a in flat.items()})
                 draft = {"layout": tensor.layout, "shape": tensor.shape, "params": tensor.params()}
                 entries[name] = part.finish({**draft, "scheme": {"name": "test"}, "relative_error": 0.125})
-        (folder / WORK_FOLDER / "run.jsonl").write_text("{}\n")
+        seal = json.dumps({"event": "end", "sha256": hashlib.sha256(b"{}\n").hexdigest()})
+        (folder / WORK_FOLDER / "run.jsonl").write_text(f"{{}}\n{seal}\n")
         header = {"tool_version": "0", "source": {"name": "x"}, "architecture": "y", "recipe": {"seed": seed}}
         manifest = build_manifest(header, entries)
         files: dict[str, bytes | Path] = {

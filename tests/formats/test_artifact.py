@@ -23,6 +23,7 @@ import trapetum
 from trapetum.errors import FormatError, TrapetumError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.assemble import assemble
+from trapetum.formats.checksums import log_seal
 from trapetum.formats.manifest import artifact_config, build_manifest, manifest_bytes
 from trapetum.formats.parts import write_part
 from trapetum.packing import pack_bits
@@ -360,7 +361,10 @@ def test_folders_that_are_no_artifact(tmp_path: Path, copy: Path) -> None:
 def test_sums_find_every_change(copy: Path) -> None:
     with Artifact.open(copy) as art:
         assert art.check_sums() == []
-        (copy / "run.jsonl").write_text("{}")
+        log = copy / "run.jsonl"
+        log.write_text("{}\n")
+        assert art.check_sums() == [f"{log}: does not end with the checksum of its lines"]
+        log.write_bytes(log.read_bytes() + log_seal(log))
         (copy / ".gitattributes").write_text("")
         assert art.check_sums() == []
         (copy / "note.txt").write_text("")

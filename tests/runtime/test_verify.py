@@ -21,6 +21,7 @@ def made(tmp_path_factory, demo_model):
     trapetum.export_artifact(folder / "artifact", "cbk", folder / "cbk")
     trapetum.export_artifact(folder / "artifact", "cbk", folder / "x.cbk")
     trapetum.export_artifact(folder / "artifact", "hf", folder / "hf")
+    trapetum.quantize_model(demo_model, folder / "ternary", bits=1.58)
     return folder
 
 
@@ -60,7 +61,8 @@ def test_good_exports(made, demo_model, name):
 def test_every_file_of_an_artifact_is_covered(made, tmp_path):
     copy = tmp_path / "artifact"
     shutil.copytree(made / "artifact", copy)
-    files = [p for p in sorted(copy.rglob("*")) if p.is_file() and p.name != "run.jsonl"]
+    files = [p for p in sorted(copy.rglob("*")) if p.is_file()]
+    assert {"run.jsonl", "SHA256SUMS", "trapetum.json"} <= {p.name for p in files}
     assert len(files) > 5
     for file in files:
         size = file.stat().st_size
@@ -88,6 +90,53 @@ def test_every_byte_of_a_cbk_is_covered(made, tmp_path, name):
             assert not report.ok, (file.name, offset)
             assert not report.checks[0].ok
             flip(file, offset)
+    assert verify_path(target).ok
+
+
+def test_every_byte_of_the_lists_is_covered(made, tmp_path):
+    """The lists that say what the other files are have no list above them."""
+    copy = tmp_path / "artifact"
+    shutil.copytree(made / "artifact", copy)
+    with trapetum.open_artifact(copy) as art:
+        for name in ("SHA256SUMS", "run.jsonl"):
+            raw = (copy / name).read_bytes()
+            for offset in range(0, len(raw), 1 if name == "SHA256SUMS" else 7):
+                for mask in (1, 10, 32, 128):
+                    broken = bytearray(raw)
+                    broken[offset] ^= mask
+                    (copy / name).write_bytes(broken)
+                    assert art.check_sums(), (name, offset, mask)
+            (copy / name).write_bytes(raw)
+        assert art.check_sums() == []
+
+
+@pytest.mark.parametrize("name", ["x.gguf", "split", "hf", "planes"])
+def test_every_file_of_other_exports_is_covered(made, tmp_path, name):
+    copy = tmp_path / "made"
+    copy.mkdir()
+    if name == "x.gguf":
+        trapetum.export_artifact(made / "artifact", "gguf", copy / name, gguf_type="Q8_0")
+    elif name == "split":
+        options = {"gguf_type": "F16", "max_shard_size": 2_000_000}
+        trapetum.export_artifact(made / "artifact", "gguf", copy / "x.gguf", **options)
+        assert len(list(copy.glob("*.gguf"))) > 1
+    elif name == "planes":
+        trapetum.export_artifact(made / "ternary", "planes", copy, overwrite=True)
+    else:
+        shutil.copytree(made / name, copy, dirs_exist_ok=True)
+    target = copy if name in ("hf", "planes") else sorted(copy.glob("*.gguf"))[0]
+    checked = 0
+    for file in sorted(p for p in copy.iterdir() if p.is_file()):
+        size = file.stat().st_size
+        for offset in (0, 11, size // 3, size // 2, size - 1):
+            flip(file, min(offset, size - 1))
+            try:
+                assert not verify_path(target).ok, (file.name, offset)
+            except FormatError:
+                assert offset < 16  # its first bytes say what it is
+            flip(file, min(offset, size - 1))
+            checked += 1
+    assert checked >= 10
     assert verify_path(target).ok
 
 

@@ -3,8 +3,9 @@
 =================  ========================================================================================
 check              what is compared
 =================  ========================================================================================
-integrity          every byte with its checksum (artifact, ``.cbk`` with a manifest); lengths and headers;
-                   all floating-point values are finite; padding is zero
+integrity          every byte with its checksum (an artifact; a ``.cbk`` with a manifest, a GGUF or a folder with
+                   its list of sums, as exports write them); lengths and headers; all floating-point values are
+                   finite; padding is zero
 decoder            every matrix as the compiled kernels decode and multiply it, with the NumPy decode
 reconstruction     every tensor with the source's: kept ones bit for bit, quantized ones by relative squared
                    error, which must be the recorded one
@@ -27,7 +28,9 @@ import numpy as np
 from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError, listed
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
+from trapetum.formats.checksums import check_files, gguf_sums
 from trapetum.formats.gguf_source import GgufSource
+from trapetum.formats.manifest import SUMS
 from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import text_config
@@ -148,12 +151,22 @@ def _integrity(opened: TensorSource, progress: Progress) -> Check:
         if isinstance(opened, Artifact):
             faults += opened.check_sums(progress)
             what += ", all checksums"
+        elif (sums := _sums(opened)).is_file():
+            faults += check_files(sums)
+            what += f", checksums of {sums.name}"
         if isinstance(opened, GgufSource):
             faults += opened.faults()
         faults += _non_finite(opened, progress)
     if faults:
         return Check("integrity", False, float(len(faults)), listed(faults))
     return Check("integrity", True, 0.0, f"{what} of {len(opened.names())} tensors")
+
+
+def _sums(opened: TensorSource) -> Path:
+    """Where the list of sums that an export wrote would lie."""
+    if opened.kind == "gguf":
+        return gguf_sums(opened.path)
+    return (opened.path if opened.path.is_dir() else opened.path.parent) / SUMS
 
 
 def _non_finite(opened: TensorSource, progress: Progress) -> Iterator[str]:
