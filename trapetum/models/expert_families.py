@@ -100,7 +100,7 @@ EXPERTS: tuple[Architecture, ...] = (
         "qwen2_moe",
         ("Qwen2MoeForCausalLM",),
         _modules(
-            attention_modules(qkv_bias="qkv_bias"),
+            attention_modules(qkv_bias="attention_bias"),
             (
                 *_DENSE,
                 _router(MLP + "gate"),
@@ -109,7 +109,8 @@ EXPERTS: tuple[Architecture, ...] = (
                 *shared_modules(MLP + "shared_expert."),
             ),
         ),
-        {"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
+        {"num_key_value_heads": 16, "sliding_window": 4096, "attention_bias": True},
+        aliases={"qkv_bias": "attention_bias"},
         layer_types=_below_window,
         blocks=sparse_blocks,
         sections={SECTION: expert_routing(shared="shared_expert_intermediate_size")},
