@@ -16,6 +16,8 @@ from typing import Any
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.models.architecture import Architecture, Place, Section
+from trapetum.models.deepseek import DEEPSEEK
+from trapetum.models.expert_families import EXPERTS
 from trapetum.models.families import DENSE, llama_modules
 from trapetum.models.modules import MATRIX_KINDS, Module, Role
 
@@ -31,7 +33,7 @@ __all__ = [
     "text_config",
 ]
 
-ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in DENSE}
+ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (*DENSE, *EXPERTS, *DEEPSEEK)}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

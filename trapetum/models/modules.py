@@ -25,7 +25,7 @@ __all__ = ["MATRIX_KINDS", "Module", "Role", "Where", "template_key"]
 
 Where = Callable[["ModelConfig", int], bool]
 
-MATRIX_KINDS = ("q", "k", "v", "o", "qkv", "gate", "up", "down", "gate_up")
+MATRIX_KINDS = ("q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up")
 """Kinds that a recipe's ``linear`` group means; every other kind is kept unless a rule names it."""
 
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")

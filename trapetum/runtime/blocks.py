@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trapetum.runtime.layers import Attention, FeedForward, GatedMlp, Layer, Mixer
+from trapetum.runtime.mla import build_latent_attention
+from trapetum.runtime.moe import build_experts
 from trapetum.runtime.weights import Weights
 
 __all__ = ["FEED_FORWARDS", "MIXERS", "build_layer"]
@@ -38,9 +40,12 @@ def _mlp(weights: Weights, layer: int) -> GatedMlp:
     return GatedMlp(gate, up, down, weights.config.hidden_act)
 
 
-MIXERS: dict[str, Callable[[Weights, int], Mixer]] = {"attention": _attention}
+MIXERS: dict[str, Callable[[Weights, int], Mixer]] = {
+    "attention": _attention,
+    "latent_attention": build_latent_attention,
+}
 """Kind -> (weights, layer) -> mixer."""
-FEED_FORWARDS: dict[str, Callable[[Weights, int], FeedForward]] = {"mlp": _mlp}
+FEED_FORWARDS: dict[str, Callable[[Weights, int], FeedForward]] = {"mlp": _mlp, "experts": build_experts}
 """Kind -> (weights, layer) -> feed-forward."""
 
 

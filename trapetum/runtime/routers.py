@@ -70,7 +70,7 @@ def _sigmoid_groups(
     logits: Floats, routing: Routing, correction: Floats | None
 ) -> tuple[NDArray[np.intp], Floats]:
     with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, the right limit
-        scores: Floats = 1 / (1 + np.exp(-logits))
+        scores: Floats = np.reciprocal(np.exp(-logits) + np.float32(1))
     corrected = scores if correction is None else scores + correction
     ranked = np.sort(_grouped(corrected, routing), axis=-1)[..., -2:].sum(axis=-1)
     return _weighted(scores, _only_best_groups(corrected, ranked, routing), routing)
