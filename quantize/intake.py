@@ -56,18 +56,7 @@ def check_tensors(source: AnyCheckpoint, architecture: Architecture) -> Head:
     config = parse_config(source.config)
     found = architecture.index(source.names())
     head = _settle_head(source, found)
-    modules = {m.part: m for m in architecture.modules}
-    faults = []
-    for name in architecture.expected_shapes(config):
-        role = architecture.role(name)
-        tied = role.kind == "head" and head.config.get("tie_word_embeddings", config.tie_word_embeddings)
-        if role not in found and not tied:
-            faults.append(f"{name} is missing")
-    for role, name in found.items():
-        promised = tuple(config.dimensions[d] for d in modules[role.part].shape)
-        promised = promised[:1] if role.kind == "bias" else promised
-        if source.shape(name) != promised:
-            faults.append(f"{name} is {list(source.shape(name))}, not {list(promised)}")
+    faults = architecture.faults(config, {name: source.shape(name) for name in source.names()})
     if faults:
         untied = any(f.startswith("lm_head") and f.endswith("missing") for f in faults)
         raise CheckpointError(
