@@ -37,7 +37,7 @@ Floats = NDArray[np.float32]
 PRECISIONS = ("exact", "precise", "fast")
 
 FUSED_TOKENS = 16  # beyond them, decoding a tile costs less than float32 products gain
-_FUSED_PIECE_WEIGHTS = 1 << 18  # worth waking a thread: 25 us at 10 G weights a second
+_FUSED_PIECE_WEIGHTS = 1 << 19  # 25 us or more, of which a call from Python is 3; worth waking a thread
 
 # Up to here a product is bound by reading weights: taken from the second-level cache it is twice as fast
 # (4096 x 4096, 4 tokens: 8 ms in tiles against 16 ms in one product).
@@ -199,7 +199,7 @@ class PreparedMatrix(Matrix):
             return super().__call__(x)
         out = np.empty((tokens, self.rows), np.float32)
         form, multiply = self.prepared.activations(x), self.prepared.multiply
-        height = max(1, _FUSED_PIECE_WEIGHTS // self.in_features)
+        height = max(self.prepared.piece_rows, _FUSED_PIECE_WEIGHTS // self.in_features)
         self.pool.blocks(lambda rows: multiply(form, out, rows.start, rows.stop), self.rows, height)
         return out
 

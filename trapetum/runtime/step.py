@@ -258,11 +258,16 @@ class _Forms:
         """(q int8, scales, quads) for weights with a scale for ``size`` inputs."""
         q, scales = self._quantized("bytes", np.int8, BYTE_LIMIT, activations.quantize_bytes_step)
         block = min(size, GROUP)
-        if ("quads", block) not in self._made:
-            quads = self._program.buffer(("quads", block), q.size // block * 8, np.int32)
-            self._program.add(activations.quad_sums_step, [q, q.size, block, quads])
-            self._made["quads", block] = (quads,)
-        return q, scales, *self._made["quads", block]
+        if ("arranged", block) not in self._made:
+            add, buffer = self._program.add, self._program.buffer
+            arranged = q
+            if block < GROUP:
+                arranged = buffer(("arranged", block), q.size, np.int8)
+                add(activations.arrange_step, [q, q.size, block, arranged])
+            quads = buffer(("quads", block), q.size // GROUP * 8, np.int32)
+            add(activations.quad_sums_step, [arranged, q.size, quads])
+            self._made["arranged", block] = (arranged, scales, quads)
+        return self._made["arranged", block]
 
     def sums(self, size: int) -> NDArray[Any]:
         """Sums of every ``size`` rounded activations."""

@@ -21,6 +21,8 @@ __all__ = [
     "GROUP",
     "SPLIT_LIMIT",
     "WORD_LIMIT",
+    "arrange",
+    "arrange_step",
     "block_sums",
     "block_sums_step",
     "padded",
@@ -30,6 +32,7 @@ __all__ = [
     "quantize_bytes_step",
     "quantize_words_step",
     "split",
+    "split_step",
 ]
 
 SIMD = "0429ca46c4b453e7"  # simd.fingerprint(): a new one makes numba compile this file again
@@ -122,22 +125,43 @@ def block_sums(
 
 
 @jit()
-def quad_sums(q: NDArray[np.int8], size: int, out: NDArray[np.int32]) -> None:
-    """Minus the sums that ``simd.dot_bytes`` makes of weights that are all 1: where a code is the weight plus one.
+def arrange(q: NDArray[np.int8], size: int, out: NDArray[np.int8]) -> None:
+    """The order that ``kernels.cpu.ternary`` has for weights that share a scale in blocks of ``size``.
 
     Parameters
     ----------
     q : ndarray of int8, shape (tokens, padded)
     size : int
-        32, 64 or 128: inputs that share a weight scale.
-    out : ndarray of int32, shape (tokens, padded // size * 8)
-        Written: lane j of a block is the sum over its 32-byte vectors of bytes 4j .. 4j + 3, negated.
+        32, 64 or 128 (natural order).
+    out : ndarray of int8, shape (tokens, padded)
+        Written: number 32 k + b of a group is input ``(b // (size/4)) * size + k * (size/4) + b % (size/4)`` of it.
+    """
+    each = size // 4
+    for m in range(q.shape[0]):
+        for g in range(0, q.shape[1], GROUP):
+            at = g
+            for k in range(4):
+                for j in range(g + k * each, g + GROUP, size):
+                    for i in range(j, j + each):
+                        out[m, at] = q[m, i]
+                        at += 1
+
+
+@jit()
+def quad_sums(q: NDArray[np.int8], out: NDArray[np.int32]) -> None:
+    """Minus the sums that ``simd.dot_bytes`` makes of weights that are all 1: where a code is the weight plus one.
+
+    Parameters
+    ----------
+    q : ndarray of int8, shape (tokens, padded)
+    out : ndarray of int32, shape (tokens, padded // GROUP * 8)
+        Written: lane j of a group is the sum over its four 32-byte vectors of bytes 4j .. 4j + 3, negated.
     """
     for m in range(out.shape[0]):
         for at in range(out.shape[1]):
-            start = at // 8 * size + at % 8 * 4
+            start = at // 8 * GROUP + at % 8 * 4
             total = np.int32(0)
-            for k in range(start, start + size, 32):
+            for k in range(start, start + GROUP, 32):
                 for i in range(4):
                     total -= np.int32(q[m, k + i])
             out[m, at] = total
@@ -184,7 +208,21 @@ def block_sums_step(a: Any, begin: int, end: int) -> None:
     block_sums(q, scales, a[3], array(a[4], np.float32, (1, a[5])))
 
 
-def quad_sums_step(a: Any, begin: int, end: int) -> None:
+def arrange_step(a: Any, begin: int, end: int) -> None:
     """q, padded, size, out."""
-    q = array(a[0], np.int8, (1, a[1]))
-    quad_sums(q, a[2], array(a[3], np.int32, (1, a[1] // a[2] * 8)))
+    arrange(array(a[0], np.int8, (1, a[1])), a[2], array(a[3], np.int8, (1, a[1])))
+
+
+def quad_sums_step(a: Any, begin: int, end: int) -> None:
+    """q, padded, out."""
+    quad_sums(array(a[0], np.int8, (1, a[1])), array(a[2], np.int32, (1, a[1] // GROUP * 8)))
+
+
+def split_step(a: Any, begin: int, end: int) -> None:
+    """q int16, scales, padded, planes int8 [2, padded], scales of the planes [2, padded / GROUP]."""
+    groups = a[2] // GROUP
+    planes, scales = array(a[3], np.int8, (2, a[2])), array(a[4], np.float32, (2, groups))
+    split(array(a[0], np.int16, (1, a[2])), planes[:1], planes[1:])
+    found = array(a[1], np.float32, (groups,))
+    for g in range(groups):
+        scales[0, g], scales[1, g] = np.float32(128) * found[g], found[g]

@@ -20,6 +20,7 @@ from trapetum.kernels.cpu.activations import (
     GROUP,
     SPLIT_LIMIT,
     WORD_LIMIT,
+    arrange,
     block_sums,
     padded,
     quad_sums,
@@ -67,7 +68,6 @@ class Activations:
         """(q int8, scales, quads) for :func:`ternary.multiply_rows`; ``precise``: two tokens for each."""
         key = (min(size, GROUP), precise)
         if key not in self._made:
-            block = min(size, GROUP)
             if precise:
                 words, scales = self._quantized(SPLIT_LIMIT, np.int16)
                 tokens, width = words.shape
@@ -76,8 +76,11 @@ class Activations:
                 scales = np.concatenate([scales * np.float32(128), scales])
             else:
                 q, scales = self._quantized(BYTE_LIMIT, np.int8)
-            quads = np.empty((q.shape[0], q.shape[1] // block * 8), np.int32)
-            quad_sums(q, block, quads)
+            if size < GROUP:
+                natural, q = q, np.empty_like(q)
+                arrange(natural, size, q)
+            quads = np.empty((q.shape[0], q.shape[1] // GROUP * 8), np.int32)
+            quad_sums(q, quads)
             self._made[key] = (q, scales, quads)
         return self._made[key]
 
@@ -110,10 +113,18 @@ class Activations:
 
 
 class Prepared(ABC):
-    """A matrix of ``rows`` x ``in_features`` weights."""
+    """A matrix of ``rows`` x ``in_features`` weights.
+
+    Attributes
+    ----------
+    rows, in_features : int
+    piece_rows : int
+        A call of :meth:`multiply` should take at least so many rows.
+    """
 
     rows: int
     in_features: int
+    piece_rows = 8
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +244,7 @@ class Ternary(Prepared):
         self.size = self.in_features // scales.shape[1]
         self.precise = precise
         self.codes = np.empty((self.rows, padded(self.in_features) // 4), np.uint8)
-        ternary.pack_codes(codes, self.codes)
+        ternary.pack_codes(codes, self.size, self.codes)
         held = scales.view(np.uint16) if scales.dtype == np.float16 else scales
         extra = padded(self.in_features) // min(self.size, GROUP) if self.size < GROUP else scales.shape[1]
         self.scales = np.zeros((self.rows, extra), held.dtype)
@@ -347,6 +358,8 @@ class Additive(Prepared):
 
     # Below so many outputs a token's LUT costs more than it saves.
     DIRECT_ROWS = 700
+    # Every call reads the whole LUT anew, 32 KiB a tile: 64 rows at a time, that took a third of the product.
+    piece_rows = 512
 
     def __init__(self, codes: NDArray[np.uint8], books: NDArray[Any], scales: NDArray[Any]) -> None:
         _, groups, self.rows = codes.shape
