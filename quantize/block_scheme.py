@@ -132,17 +132,6 @@ class BlocksAsIs(Scheme):
         rows, in_features = matrix_shape(shape)
         return {"blocks": (np.dtype(np.uint8), (rows, BLOCK_TYPES[self.type].row_bytes(in_features)))}
 
-    def quantize(
-        self,
-        weight: NDArray[Any],
-        importance: Importance = None,
-        *,
-        wide: bool = False,
-        seed: int = 0,
-    ) -> BlockTensor:
-        """Never reached by a job, which takes the source's bytes (``Plan.taken``)."""
-        raise RecipeError("blocks that are taken over come from the source's bytes, not from decoded values")
-
     @property
     def rate(self) -> float:
         """Bound by reading and writing."""

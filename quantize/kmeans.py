@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.quantize.kmeans_exact import optimal_codebook
+from trapetum.quantize.scheme import EFFORTS
 
-__all__ = ["EFFORTS", "fit_codebooks", "needs_wide_codebook", "optimal_codebook", "relative_error"]
+__all__ = ["fit_codebooks", "needs_wide_codebook", "optimal_codebook", "relative_error"]
 
-EFFORTS = ("fast", "default", "high")
 
 # (groups, subgroups, window, stride, rounds, steps) by codebook size (up to and including) and effort: intervals solved
 # exactly (0: none, start from the companding law), intervals that borders move on, candidates a border, their

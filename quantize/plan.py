@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError, listed, located
-from trapetum.formats.gguf_checkpoint import GgufCheckpoint
+from trapetum.formats.checkpoint import Checkpoint
 from trapetum.models.architectures import Architecture, Role, resolve
+from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
 from trapetum.quantize.hadamard import rotate_rows
@@ -183,7 +184,7 @@ class Plan:
 
     def taken(self, row: PlanRow, rows: slice) -> QuantizedTensor | None:
         """What is stored of a row block where nothing is searched: the source's own form; None elsewhere."""
-        if isinstance(row.scheme, BlocksAsIs) and isinstance(self.source, GgufCheckpoint):
+        if isinstance(row.scheme, BlocksAsIs | AdditiveAsIs) and not isinstance(self.source, Checkpoint):
             return self.source.stored(row.name, rows)
         return None if row.quantized else self.source.load(row.name, rows)
 

@@ -47,6 +47,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trapetum.errors import RecipeError
 from trapetum.quantize.additive import Additive
 from trapetum.quantize.block_scheme import PREFIX
+from trapetum.quantize.scheme import Effort
 from trapetum.quantize.schemes import (
     BITS,
     NAMED,
@@ -70,7 +71,6 @@ __all__ = [
     "resolve_recipe",
 ]
 
-Effort = Literal["fast", "default", "high"]
 Kind = Literal[
     "embed", "q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up", "head", "norm", "bias", "router",
     "vector", "buffer", "other", "attention", "mlp", "experts", "linear",

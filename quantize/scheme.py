@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from trapetum.quantize.hessian import Hessian
 from trapetum.tensors import QuantizedTensor
 
-__all__ = ["Arrays", "Importance", "Scheme"]
+__all__ = ["EFFORTS", "Arrays", "Effort", "Importance", "Scheme"]
+
+Effort = Literal["fast", "default", "high"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
+"""How near to the best result a search goes."""
 
 Arrays = dict[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """Stored arrays: suffix -> (dtype, shape)."""
@@ -108,7 +112,6 @@ class Scheme(ABC):
         """
         return self
 
-    @abstractmethod
     def quantize(
         self,
         weight: NDArray[Any],
@@ -118,6 +121,8 @@ class Scheme(ABC):
         seed: int = 0,
     ) -> QuantizedTensor:
         """Quantize rows.
+
+        Schemes that take over what a source stores do not have this: ``Plan.taken`` gives their arrays.
 
         Parameters
         ----------
@@ -133,6 +138,7 @@ class Scheme(ABC):
         -------
         QuantizedTensor of shape (rows, in_features)
         """
+        raise TypeError(f"{self.label} takes over what the source stores: no values are quantized")
 
     def errors(
         self, weight: NDArray[Any], result: QuantizedTensor

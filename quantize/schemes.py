@@ -11,9 +11,10 @@ scheme            layout      what it does
 ``ternary``       ternary     exact three- or four-level codes, one scale for each group of a row
 ``additive``      additive    a sum of M vectors of eight weights, M codebooks a tensor, one scale a row
 ``gguf:TYPE``     blocks      the best blocks of a GGUF type that the search finds
-``asis``          (settled)   takes over what is ternary or a block already; becomes one of the next three when seen
+``asis``          (settled)   takes over what is ternary or a block already; becomes one of the next four when seen
 ``asis-ternary``  ternary     codes and scales of weights that are ternary, without loss
 ``asis-gguf``     blocks      the blocks of a GGUF source, byte for byte
+``asis-additive`` additive    the codes, codebooks and scales of an AQLM source
 ``keep``          dense       nothing: the stored values travel bit for bit
 ================  ==========  ===================================================================================
 """
@@ -30,17 +31,17 @@ from numpy.typing import NDArray
 from trapetum.errors import RecipeError
 from trapetum.packing import packed_row_bytes
 from trapetum.quantize.additive import Additive
+from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import PREFIX, Blocks, BlocksAsIs
 from trapetum.quantize.block_search import SEARCHES
 from trapetum.quantize.hessian import Hessian
-from trapetum.quantize.scheme import Arrays, Importance, Scheme
+from trapetum.quantize.scheme import EFFORTS, Arrays, Importance, Scheme
 from trapetum.quantize.ternary import Ternary
 from trapetum.quantize.ternary_intake import AsIs, TernaryAsIs
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
 
 __all__ = [
     "BITS",
-    "EFFORTS",
     "NAMED",
     "SCHEMES",
     "KMeans",
@@ -51,8 +52,6 @@ __all__ = [
     "scheme_from_bits",
     "scheme_from_spec",
 ]
-
-EFFORTS = ("fast", "default", "high")
 
 # Weights a second and core, by effort and codebook size: bfloat16 rows of 4096, Gaussian, process CPU time on the
 # reference core of ``estimate`` (Sapphire Rapids, 2.6 GHz); packing and the error's sum included.
@@ -184,7 +183,7 @@ class Keep(Scheme):
 
 
 SCHEMES: dict[str, type[Scheme]] = {
-    c.name: c for c in (KMeans, Additive, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, Keep)
+    c.name: c for c in (KMeans, Additive, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, AdditiveAsIs, Keep)
 }
 
 # What "bits" means under each scheme: bits -> the parameters it stands for.

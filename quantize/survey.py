@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
-from trapetum.formats.gguf_checkpoint import GgufCheckpoint
+from trapetum.formats.checkpoint import Checkpoint
+from trapetum.formats.packed_aqlm import AqlmCheckpoint
 from trapetum.progress import Progress
+from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
 from trapetum.quantize.plan import FLOATS, Plan, PlanRow, tensor_values
@@ -131,11 +133,17 @@ def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
     """The row with what was found: ``wide``, and for a scheme that asked for it, what the tensor is."""
     if not isinstance(row.scheme, AsIs):
         return replace(row, wide=found.wide)
+    if isinstance(plan.source, AqlmCheckpoint) and plan.source.is_packed(row.name):
+        return replace(row, scheme=AdditiveAsIs.of(plan.source.stored(row.name, slice(0, 1))))
     taken = found.ternary.settle(row.shape, row.source_nbytes)
-    if taken is None and isinstance(plan.source, GgufCheckpoint):
+    if taken is None and not isinstance(plan.source, Checkpoint):
         kind = plan.source.block_type(row.name)
         if kind is not None:
             return replace(row, scheme=BlocksAsIs(kind))
+    if taken is None and plan.source.is_packed(row.name):
+        return replace(
+            row, scheme=Keep(), why=f"{row.why}; decoded to {row.dtype.name}, which loses nothing more"
+        )
     if taken is None:
         return replace(row, scheme=Keep(), why=f"{row.why}; not ternary in groups of a row, 128 or 64")
     return replace(row, scheme=taken[0], wide=taken[1])
@@ -143,12 +151,13 @@ def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
 
 def _not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     """Say which tensors were asked to be taken over and are not ternary; all of them is an error."""
-    asked = [now for was, now in zip(plan.rows, settled, strict=True) if isinstance(was.scheme, AsIs)]
+    both = zip(plan.rows, settled, strict=True)
+    asked = [now for was, now in both if isinstance(was.scheme, AsIs) and not _decoded(plan, now)]
     kept = [r.name for r in asked if isinstance(r.scheme, Keep)]
     if asked and len(kept) == len(asked):
         raise UnsupportedModelError(
-            f"{plan.source.path}: scheme asis takes over weights that are ternary or GGUF blocks already, and none of "
-            f"{len(asked)} tensors is, such as {kept[0]}",
+            f"{plan.source.path}: scheme asis takes over weights that are ternary, GGUF blocks or AQLM codes "
+            f"already, and none of {len(asked)} tensors is, such as {kept[0]}",
             hint="Quantize it: --bits 4, or --scheme ternary and read what that costs.",
         )
     if not kept:
@@ -157,6 +166,11 @@ def _not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     return [
         f"{len(kept)} of {len(asked)} tensors are not ternary and kept as they are: {', '.join(kept[:8])}{more}"
     ]
+
+
+def _decoded(plan: Plan, row: PlanRow) -> bool:
+    """Whether a kept row has the values of packed codes that no layout here holds, such as fp8."""
+    return isinstance(row.scheme, Keep) and plan.source.is_packed(row.name)
 
 
 def _too_large(plan: Plan, row: PlanRow, total: Finding) -> CheckpointError:

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import RecipeError
 from trapetum.quantize.scheme import Arrays, Importance, Scheme
 from trapetum.quantize.ternary import ternary_arrays
 from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor
@@ -43,17 +42,6 @@ class AsIs(Scheme):
     def arrays(self, shape: tuple[int, ...], dtype: np.dtype[Any], wide: bool) -> Arrays:
         """At most what is stored now."""
         return {"": (np.dtype(dtype), tuple(shape))}
-
-    def quantize(
-        self,
-        weight: NDArray[Any],
-        importance: Importance = None,
-        *,
-        wide: bool = False,
-        seed: int = 0,
-    ) -> QuantizedTensor:
-        """Never reached by a job, whose survey settles the scheme."""
-        raise RecipeError("scheme asis says what to look for, not what to do with these values")
 
     @property
     def rate(self) -> float:

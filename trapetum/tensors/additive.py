@@ -90,7 +90,7 @@ class AdditiveTensor(QuantizedTensor):
         total = np.zeros((scales.shape[0], codes.shape[1], GROUP), np.float32)
         for book, chosen in zip(books, codes, strict=True):
             total += book[chosen.T]
-        values = (total * scales[:, None, None]).reshape(scales.shape[0], -1)
+        values = (total * scales[:, None, None]).reshape(scales.shape[0], GROUP * codes.shape[1])
         return values.reshape(self.shape) if rows is None else values
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
