@@ -8,7 +8,9 @@ import pytest
 from trapetum.kernels.cpu.gemm import ROWS, TOKENS, multiply_panels, pack_panels
 
 
-@pytest.mark.parametrize(("tokens", "rows", "count"), [(1, 1, 1), (31, 13, 7), (33, 24, 300), (128, 50, 1024)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "count"), [(1, 1, 1), (31, 13, 7), (33, 24, 300), (128, 50, 1024)]
+)
 def test_products(tokens: int, rows: int, count: int) -> None:
     rng = np.random.default_rng(tokens)
     x = rng.standard_normal((tokens, count)).astype(np.float32)

@@ -107,6 +107,53 @@ def test_operations_on_floats() -> None:
     assert total == pytest.approx(float((a * b + c - 2 * a).sum()), rel=1e-5)
 
 
+@numba.njit
+def _spread(values, halves, out, codes, rounded):  # type: ignore[no-untyped-def]
+    simd.store_floats(out, 0, simd.spread_two(values, 3))
+    simd.store_floats(out, 8, simd.spread_two(halves, 3))
+    simd.store_floats(out, 16, simd.spread_four(values, 1))
+    simd.store_floats(out, 24, simd.spread_four(halves, 1))
+    simd.store_floats(out, 32, simd.look_up_in_eight(values, 5, codes, 2))
+    for i in range(0, rounded.shape[0], 8):
+        simd.store_halves(rounded, i, simd.load_floats(values, i))
+
+
+def test_numbers_side_by_side_and_float16() -> None:
+    rng = np.random.default_rng(3)
+    edges = [
+        0,
+        -0.0,
+        1,
+        65504,
+        65519,
+        65520,
+        -65520,
+        1e9,
+        np.inf,
+        -np.inf,
+        2**-14,
+        2**-24,
+        2**-25,
+        1e-30,
+        6.1e-5,
+        -3e-7,
+    ]
+    ties = np.arange(-4096, 4096, dtype=np.uint32) * 2048 + np.uint32(0x3F800000)  # halves of the last place
+    values = np.concatenate([edges, rng.standard_normal(2048) * 2.0 ** rng.integers(-26, 17, 2048)])
+    values = np.concatenate([values.astype(np.float32), ties.view(np.float32)])
+    halves = rng.standard_normal(16).astype(np.float16)
+    codes = rng.integers(0, 256, 10, dtype=np.uint8)
+    out, rounded = np.zeros(40, np.float32), np.zeros(values.size, np.uint16)
+    _spread(values, halves.view(np.uint16), out, codes, rounded)
+    np.testing.assert_array_equal(out[:8], np.repeat(values[3:5], 4))
+    np.testing.assert_array_equal(out[8:16], np.repeat(halves[3:5], 4))
+    np.testing.assert_array_equal(out[16:24], np.repeat(values[1:5], 2))
+    np.testing.assert_array_equal(out[24:32], np.repeat(halves[1:5], 2))
+    np.testing.assert_array_equal(out[32:], values[5 + 256 * np.arange(8) + codes[2:]])
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(rounded, values.astype(np.float16).view(np.uint16))
+
+
 def test_operations_refuse_other_types() -> None:
     @numba.njit
     def wrong(a):  # type: ignore[no-untyped-def]
@@ -117,14 +164,20 @@ def test_operations_refuse_other_types() -> None:
 
 
 @pytest.mark.slow
-def test_a_cpu_without_avx2_runs_the_same_tests(tmp_path: Path) -> None:
-    # target intrinsics on such a CPU would abort the process, so this runs in another one
+@pytest.mark.parametrize(
+    ("cpu", "features"),
+    [("x86-64", ""), ("haswell", "+avx2,+fma,+f16c,+avx,+sse4.2,+sse4.1,+ssse3,+bmi,+bmi2")],
+    ids=["without AVX2", "AVX2 alone"],
+)
+def test_other_cpus_run_the_same_tests(tmp_path: Path, cpu: str, features: str) -> None:
+    # target intrinsics on a CPU without them would abort the process, so this runs in another one
     here = Path(__file__).parent
-    files = [str(here / name) for name in ("test_simd.py", "test_prepared.py")]
+    files = [str(here / name) for name in ("test_simd.py", "test_prepared.py", "test_gemm.py")]
+    files.append(str(here.parent / "runtime" / "test_step.py"))
     environment = {
         **os.environ,
-        "NUMBA_CPU_NAME": "x86-64",
-        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CPU_NAME": cpu,
+        "NUMBA_CPU_FEATURES": features,
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *files]

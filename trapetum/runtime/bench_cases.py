@@ -146,7 +146,7 @@ def _weight_bytes(matrix: Prepared) -> int:
 def matrix_cases(
     name: str, rows: int, count: int, tokens: int, pool: Pool, pool_bytes: int = POOL_BYTES
 ) -> list[Case]:
-    """A scheme's product with weights from memory, and, of few tokens, from the cache: its name ends in ``" cached"``."""
+    """A scheme's product with weights from memory and, of few tokens, from the cache: ``"NAME cached"``."""
     from trapetum.runtime.matrix import FUSED_TOKENS, PreparedMatrix
 
     x = np.random.default_rng(1).standard_normal((tokens, count)).astype(np.float32)

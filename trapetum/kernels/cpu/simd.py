@@ -60,6 +60,7 @@ __all__ = [
     "load_words",
     "look_up_bytes",
     "look_up_floats",
+    "look_up_in_eight",
     "low_halves",
     "low_ints",
     "max_floats",
@@ -364,16 +365,33 @@ def look_up_bytes(e: Emit, table: Any, index: Any) -> Any:
     return found
 
 
+def _look_up(e: Emit, table: Any, first: Any, codes: Any, index: Any, stride: int) -> Any:
+    b = e.builder
+    base, line = e.address(table, first), e.address(codes, index, 2)
+    if e.has & {"avx512f", "avxvnni"}:  # cores whose gather beats eight loads
+        wide = b.zext(e.load(line, ir.VectorType(I8, 8)), INTS.llvm)
+        offsets = b.add(wide, ir.Constant(INTS.llvm, [stride * lane for lane in range(8)]))
+        every = b.bitcast(ir.Constant(INTS.llvm, [-1] * 8), FLOATS.llvm)
+        nothing = ir.Constant(FLOATS.llvm, ir.Undefined)
+        start = b.bitcast(base, I8.as_pointer())
+        return e.call("llvm.x86.avx2.gather.d.ps.256", FLOATS.llvm, nothing, start, offsets, every, I8(4))
+    found = ir.Constant(FLOATS.llvm, ir.Undefined)
+    for lane in range(8):
+        code = b.add(b.zext(b.load(b.gep(line, [I32(lane)])), ir.IntType(64)), ir.IntType(64)(stride * lane))
+        found = b.insert_element(found, b.load(b.gep(base, [code])), I32(lane))
+    return found
+
+
 @operation(FLOATS, None, types.intp, None, types.intp)
 def look_up_floats(e: Emit, table: Any, first: Any, codes: Any, index: Any) -> Any:
-    """``table[first + codes[index + lane]]``: eight scalar loads, 2.7 times as fast as the gather of a Zen1."""
-    found = ir.Constant(FLOATS.llvm, ir.Undefined)
-    base = e.address(table, first)
-    line = e.address(codes, index, 2)
-    for lane in range(8):
-        code = e.builder.zext(e.builder.load(e.builder.gep(line, [I32(lane)])), ir.IntType(64))
-        found = e.builder.insert_element(found, e.builder.load(e.builder.gep(base, [code])), I32(lane))
-    return found
+    """``table[first + codes[index + lane]]``: a gather, or eight loads (2.7 times as fast as the gather of a Zen1)."""
+    return _look_up(e, table, first, codes, index, 0)
+
+
+@operation(FLOATS, None, types.intp, None, types.intp)
+def look_up_in_eight(e: Emit, tables: Any, first: Any, codes: Any, index: Any) -> Any:
+    """``tables[first + 256 * lane + codes[index + lane]]``: a table of 256 for each lane."""
+    return _look_up(e, tables, first, codes, index, 256)
 
 
 # ---------------------------------------------------------------------------- products
