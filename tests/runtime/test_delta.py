@@ -98,7 +98,7 @@ def test_layer_equals_its_definition(heads, fused):
     weights, _ = random_net(heads, pool)
     net = build(weights, heads, pool, fused)
     x = np.random.default_rng(1).standard_normal((2, 150, HIDDEN)).astype(np.float32)
-    got = net(x, net.new_state(2, 150), pool).reshape(x.shape)
+    got = net(x, net.new_state(2, 150), 0, None, pool).reshape(x.shape)
     for one in range(2):
         expected = recurrence(weights, heads, x[one].astype(np.float64))
         assert np.abs(got[one] - expected).max() < 3e-5 * np.abs(expected).max()
@@ -110,10 +110,10 @@ def test_pieces_continue_where_the_last_one_ended(cuts):
     heads = SHAPES[0]
     _, net = random_net(heads, pool)
     x = np.random.default_rng(2).standard_normal((2, 20, HIDDEN)).astype(np.float32)
-    whole = net(x, net.new_state(2, 20), pool).reshape(x.shape)
+    whole = net(x, net.new_state(2, 20), 0, None, pool).reshape(x.shape)
     state, got, start = net.new_state(2, 20), [], 0
     for cut in cuts:
-        got.append(net(x[:, start : start + cut], state, pool).reshape(2, cut, HIDDEN))
+        got.append(net(x[:, start : start + cut], state, start, None, pool).reshape(2, cut, HIDDEN))
         start += cut
     assert np.allclose(np.concatenate(got, axis=1), whole, atol=1e-5 * np.abs(whole).max())
 
@@ -126,7 +126,7 @@ def test_same_bits_at_any_thread_count():
         pool = Pool(threads)
         _, net = random_net(heads, pool)
         with pool.session():
-            results.append(net(x, net.new_state(2, 70), pool))
+            results.append(net(x, net.new_state(2, 70), 0, None, pool))
         pool.close()
     assert all((r == results[0]).all() for r in results)
 
@@ -157,5 +157,5 @@ def test_transformers_layer_agrees():
     with torch.no_grad():
         expected = layer(torch.from_numpy(x))
     expected = (expected[0] if isinstance(expected, tuple) else expected).numpy()[0]
-    got = net(x, net.new_state(1, 200), pool)
+    got = net(x, net.new_state(1, 200), 0, None, pool)
     assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()

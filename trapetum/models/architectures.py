@@ -20,6 +20,7 @@ from trapetum.models.deepseek import DEEPSEEK
 from trapetum.models.expert_families import EXPERTS
 from trapetum.models.families import DENSE, llama_modules
 from trapetum.models.modules import MATRIX_KINDS, Module, Role
+from trapetum.models.qwen_next import QWEN_NEXT
 
 __all__ = [
     "ARCHITECTURES",
@@ -33,7 +34,7 @@ __all__ = [
     "text_config",
 ]
 
-ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (*DENSE, *EXPERTS, *DEEPSEEK)}
+ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (*DENSE, *EXPERTS, *DEEPSEEK, *QWEN_NEXT)}
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,7 +7,9 @@ from :class:`~trapetum.runtime.weights.Weights`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from trapetum.runtime.delta import build_delta_net
 from trapetum.runtime.layers import Attention, FeedForward, GatedMlp, Layer, Mixer
 from trapetum.runtime.mla import build_latent_attention
 from trapetum.runtime.moe import build_experts
@@ -35,6 +37,10 @@ def _attention(weights: Weights, layer: int) -> Attention:
     )
 
 
+def _gated_attention(weights: Weights, layer: int) -> Attention:
+    return replace(_attention(weights, layer), gated=True)
+
+
 def _mlp(weights: Weights, layer: int) -> GatedMlp:
     gate, up, down = (weights.linear(part, layer) for part in ("gate", "up", "down"))
     return GatedMlp(gate, up, down, weights.config.hidden_act)
@@ -42,6 +48,8 @@ def _mlp(weights: Weights, layer: int) -> GatedMlp:
 
 MIXERS: dict[str, Callable[[Weights, int], Mixer]] = {
     "attention": _attention,
+    "delta_net": build_delta_net,
+    "gated_attention": _gated_attention,
     "latent_attention": build_latent_attention,
 }
 """Kind -> (weights, layer) -> mixer."""

@@ -10,17 +10,21 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024; the layer order 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.delta import delta_rule
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.runtime.layers import Linear, Norm, apply_all
+from trapetum.models.qwen_next import DELTA, DeltaOptions
+from trapetum.runtime.layers import Linear, Norm, Observe, Rotary, apply_all
 
-__all__ = ["DeltaHeads", "DeltaNet", "DeltaState"]
+if TYPE_CHECKING:
+    from trapetum.runtime.weights import Weights
+
+__all__ = ["DeltaHeads", "DeltaNet", "DeltaState", "build_delta_net"]
 
 Floats = NDArray[np.float32]
 
@@ -97,9 +101,6 @@ class DeltaState:
         self.window: Floats = np.zeros((batch, taps - 1, heads.channels), np.float32)
         self.memory: Floats = np.zeros((batch, heads.values, heads.key_dim, heads.value_dim), np.float32)
 
-    def reserve(self, positions: int) -> None:
-        """Nothing: the size does not depend on the length."""
-
     @property
     def nbytes(self) -> int:
         """Bytes held."""
@@ -141,29 +142,16 @@ class DeltaNet:
         self,
         x: Floats,
         state: DeltaState,
+        start: int,
+        rotary: Rotary | None,
         pool: Pool,
-        observe: Callable[[str, Floats], None] | None = None,
+        observe: Observe | None = None,
     ) -> Floats:
-        """Mix positions.
-
-        Parameters
-        ----------
-        x : ndarray of float32, shape (batch, positions, hidden)
-            Normalised; continues what ``state`` holds.
-        state : DeltaState
-            Advanced.
-        pool : Pool
-        observe : callable, optional
-            Receives the inputs of the projections (``qkv``) and of ``out``.
-
-        Returns
-        -------
-        ndarray of float32, shape (batch * positions, hidden)
-        """
+        """See :class:`~trapetum.runtime.layers.Mixer`; ``start`` and ``rotary`` do not matter."""
         batch, positions, hidden = x.shape
         heads, flat = self.heads, x.reshape(-1, hidden)
         if observe is not None:
-            observe("qkv", flat)
+            observe("delta_qkv", flat)
         qkv, z, b, a = self._project(flat)
         q, k, v = self._convolved(qkv.reshape(batch, positions, -1), state, pool)
         with np.errstate(over="ignore"):  # exp = inf gives 0, the right limit
@@ -180,7 +168,7 @@ class DeltaNet:
         with np.errstate(over="ignore"):  # exp(-z) = inf gives -0.0, the right limit
             normed *= z / (1 + np.exp(-z))
         if observe is not None:
-            observe("out", normed)
+            observe("delta_out", normed)
         return self.out(normed)
 
     def _project(self, x: Floats) -> list[Floats]:
@@ -228,3 +216,27 @@ class DeltaNet:
         )
         v = np.ascontiguousarray(out[..., edge:]).reshape(batch, positions, heads.values, heads.value_dim)
         return q, k, v
+
+
+def build_delta_net(weights: Weights, layer: int) -> DeltaNet:
+    """The delta net of a layer.
+
+    Raises
+    ------
+    CheckpointError
+        If a part is missing.
+    """
+    options = weights.config.sections[DELTA]
+    if not isinstance(options, DeltaOptions):
+        raise TypeError(f"the options of a delta net are {type(options).__name__}")
+    fused = weights.find("delta_qkvz", layer) is not None
+    parts = ("delta_qkvz", "delta_ba") if fused else ("delta_qkv", "delta_z", "delta_b", "delta_a")
+    return DeltaNet(
+        DeltaHeads(options.key_heads, options.value_heads, options.key_dim, options.value_dim),
+        tuple(weights.linear(part, layer) for part in parts),
+        conv=weights.vector("delta_conv", layer).reshape(-1, options.taps),
+        rate=np.exp(weights.vector("delta_rate", layer)),
+        dt_bias=weights.vector("delta_dt", layer),
+        norm=weights.norm("delta_norm", layer),
+        out=weights.linear("delta_out", layer),
+    )

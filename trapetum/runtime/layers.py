@@ -37,6 +37,7 @@ __all__ = [
     "Observe",
     "Rotary",
     "apply_all",
+    "logistic",
 ]
 
 Floats = NDArray[np.float32]
@@ -245,6 +246,8 @@ class Attention:
     scale, softcap : float, optional
         See :func:`~trapetum.runtime.attention.attend`.
     sinks : ndarray of float32, shape (heads,), optional
+    gated : bool
+        Rows of ``q`` hold, head by head, the query and as many values whose logistic function multiplies the result.
     """
 
     q: Linear
@@ -258,6 +261,7 @@ class Attention:
     scale: float | None = None
     softcap: float | None = None
     sinks: Floats | None = None
+    gated: bool = False
 
     def new_state(self, batch: int, capacity: int) -> KeyValues:
         """Empty keys and values."""
@@ -277,9 +281,14 @@ class Attention:
         flat = x.reshape(-1, hidden)
         if observe is not None:
             observe("q", flat)
+        projected = apply_all(flat, self.q, self.k, self.v)
+        gate = None
+        if self.gated:
+            both = projected[0].reshape(flat.shape[0], -1, 2, self.head_dim)
+            projected[0], gate = np.ascontiguousarray(both[:, :, 0]), both[:, :, 1]
         normed = [
             y if norm is None else norm(y.reshape(-1, norm.weight.size), pool)
-            for y, norm in zip(apply_all(flat, self.q, self.k, self.v), (self.q_norm, self.k_norm, None))
+            for y, norm in zip(projected, (self.q_norm, self.k_norm, None))
         ]
         q, k, v = (y.reshape(batch, positions, -1, self.head_dim) for y in normed)
         if rotary is not None:
@@ -290,6 +299,8 @@ class Attention:
             q, keys, values, self.window, pool, scale=self.scale, softcap=self.softcap, sinks=self.sinks
         )
         merged = mixed.reshape(flat.shape[0], -1)
+        if gate is not None:
+            merged *= logistic(gate).reshape(merged.shape)
         if observe is not None:
             observe("o", merged)
         return self.o(merged)
@@ -327,6 +338,14 @@ class GatedMlp:
         if observe is not None:
             observe(self.prefix + "down", gate, expert=self.expert)
         return self.down(gate)
+
+
+def logistic(x: Floats) -> Floats:
+    """``1 / (1 + exp(-x))``, float32."""
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, the right limit
+        found = np.exp(-x)
+    found += 1
+    return np.reciprocal(found, out=found)
 
 
 def _silu(gate: Floats, up: Floats) -> None:

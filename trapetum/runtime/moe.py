@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trapetum.errors import CheckpointError
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.experts import SECTION, Routing
-from trapetum.runtime.layers import GATES, GatedMlp, Linear, Observe, apply_all
+from trapetum.runtime.layers import GATES, GatedMlp, Linear, Observe, apply_all, logistic
 from trapetum.runtime.matrix import build_matrix
 from trapetum.runtime.routers import ROUTERS
 
@@ -115,7 +115,7 @@ class RoutedExperts:
         if self.shared is not None:
             y = self.shared(x, pool, observe)
             if self.shared_router is not None:
-                y *= _sigmoid(self.shared_router(x))
+                y *= logistic(self.shared_router(x))
             out += y
         return out
 
@@ -169,16 +169,8 @@ def _clamped(routing: Routing) -> Combine:
     def combine(gate: Floats, up: Floats) -> None:
         np.minimum(gate, limit, out=gate)
         np.clip(up, -limit, limit, out=up)
-        gate *= _sigmoid(gate * alpha)
+        gate *= logistic(gate * alpha)
         up += 1
         gate *= up
 
     return combine
-
-
-def _sigmoid(x: Floats) -> Floats:
-    """Logistic function, float32."""
-    with np.errstate(over="ignore"):  # exp(-x) = inf gives 0, the right limit
-        found = np.exp(-x)
-    found += 1
-    return np.reciprocal(found, out=found)
