@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.formats.source import open_source
 from trapetum.models.architectures import ARCHITECTURES, Role, resolve
 from trapetum.models.config import parse_config
 
@@ -20,6 +22,35 @@ CONFIG: dict[str, Any] = {
     "head_dim": 6,
     "vocab_size": 10,
     "tie_word_embeddings": False,
+}
+# Small sizes under the keys of every family; each reads its own.
+SIZES: dict[str, Any] = {
+    **{k: v for k, v in CONFIG.items() if k != "architectures"},
+    "hidden_size": 16,
+    "head_dim": 8,
+    "num_hidden_layers": 4,
+    "pad_token_id": 0,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+    "q_lora_rank": 10,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+OTHER_SIZES: dict[str, dict[str, int]] = {
+    "deepseek_v2": {"first_k_dense_replace": 1, "n_group": 2},
+    "deepseek_v3": {"first_k_dense_replace": 1, "n_group": 2},
+    "olmoe": {"head_dim": 4},  # its norms are as wide as the model
 }
 LLAMA = resolve({"model_type": "llama", "num_hidden_layers": 2})
 
@@ -70,9 +101,11 @@ def test_what_is_not_a_weight_of_the_text_model(name: str, kind: str) -> None:
 def test_names_and_roles_are_inverse() -> None:
     for arch in ARCHITECTURES.values():
         for module in arch.modules:
-            layer = 11 if "{layer}" in module.template else None
-            name = arch.tensor_name(module.part, layer)
-            assert arch.role(name) == Role(module.kind, layer, None, module.part)
+            layer, expert = 11 if module.per_layer else None, 5 if module.per_expert else None
+            name = arch.tensor_name(module.part, layer, expert=expert)
+            assert arch.role(name) == Role(module.kind, layer, expert, module.part)
+            bias = arch.tensor_name(module.part, layer, expert=expert, suffix="bias")
+            assert arch.role(bias) == Role("bias", layer, expert, module.part)
 
 
 def test_expected_shapes_by_hand() -> None:
@@ -88,18 +121,20 @@ def test_expected_shapes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_expected_shapes_equal_those_of_transformers(name: str) -> None:
+def test_expected_shapes_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    sizes = {k: v for k, v in CONFIG.items() if k != "architectures"} | {"hidden_size": 16}
-    theirs = transformers.AutoConfig.for_model(name, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(theirs)
-    state = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-    ours = parse_config(theirs.to_dict() | {"architectures": [type(model).__name__]})
-    shapes = ours.architecture.expected_shapes(ours)
-    assert shapes == {k: v for k, v in state.items() if not k.endswith("bias")}
-    assert set(ours.architecture.expected_biases(ours)) == {k for k in state if k.endswith("bias")}
-    ours.architecture.check_tensors(ours, state)
+    theirs = transformers.AutoConfig.for_model(name, **SIZES | OTHER_SIZES.get(name, {}))
+    transformers.AutoModelForCausalLM.from_config(theirs).save_pretrained(tmp_path)
+    with open_source(tmp_path) as source:
+        state = {k: source.shape(k) for k in source.names()}
+        ours = parse_config(source.config)
+    arch = ours.architecture
+    shapes = arch.expected_shapes(ours, state)
+    biases = {k for k in state if arch.role(k).kind == "bias"}
+    assert shapes == {k: v for k, v in state.items() if k not in biases}
+    assert set(arch.expected_biases(ours, state)) == biases
+    arch.check_tensors(ours, state)
 
 
 def test_faults_are_listed_together() -> None:

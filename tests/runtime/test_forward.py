@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
+    "pad_token_id": 0,
     "initializer_range": 0.3,  # logits and attention scores of real size
     "tie_word_embeddings": False,
 }
@@ -34,6 +35,33 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+PHI3 = {"original_max_position_embeddings": 32, "max_position_embeddings": 512}
+GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "sliding_window_pattern": 3,
+    "query_pre_attn_scalar": 24,
+    "tie_word_embeddings": True,
+}
+BY_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+
+
+def longrope(pairs: int) -> dict[str, Any]:
+    """Factors of Phi-3's kind for so many pairs."""
+    stated = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + i / 10 for i in range(pairs)],
+        "long_factor": [1.5 + i for i in range(pairs)],
+    }
+    return {"rope_parameters": stated}
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -52,6 +80,47 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
     "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "llama-yarn-mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
+    "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.2, "truncate": False}}),
+    "llama-dynamic": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4},
+            "max_position_embeddings": 64,
+        },
+    ),
+    "phi3": ("phi3", PHI3),
+    "phi3-window": ("phi3", PHI3 | {"sliding_window": 11}),
+    "phi3-longrope-long": ("phi3", PHI3 | longrope(8)),
+    "phi3-longrope-short": (
+        "phi3",
+        PHI3 | longrope(8) | {"original_max_position_embeddings": 200, "max_position_embeddings": 800},
+    ),
+    "phi3-partial": (
+        "phi3",
+        PHI3
+        | {"partial_rotary_factor": 0.75, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "phi3-partial-longrope": ("phi3", PHI3 | longrope(6) | {"partial_rotary_factor": 0.75}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
+    "gemma2-no-caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", GEMMA),
+    "gemma3-linear": ("gemma3_text", GEMMA | {"rope_parameters": BY_TYPE}),
+    "gemma3-untied": ("gemma3_text", GEMMA | {"tie_word_embeddings": False}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "smollm3",
+        {
+            "num_hidden_layers": 5,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "no_rope_layers": [1, 0, 1, 0, 0],
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-bias-gqa": ("olmo2", {"attention_bias": True, "num_key_value_heads": 1}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}),
 }
 
 
@@ -190,3 +259,36 @@ def test_dense_weights_kept_narrow_give_the_same_bits(
     with trapetum.load(demo_model) as model:
         assert model.embed.values.dtype.name == "bfloat16"  # type: ignore[attr-defined]
         np.testing.assert_array_equal(model.logits(ids), wide)
+
+
+def test_a_text_that_grows_past_the_original_length_gets_the_long_frequencies(tmp_path: Path) -> None:
+    """LongRoPE: at that point the whole text is read anew, as in transformers."""
+    theirs = make(tmp_path, "phi3", **PHI3 | longrope(8))
+    prompt = [5, 17, 99, 3, 8, 44, 101, 7] * 3
+    with torch.no_grad():
+        expected = theirs.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, 24, dtype=torch.long),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, 24:].tolist()
+    with trapetum.load(tmp_path) as model:
+        found = model.generate(prompt, 24, stop_ids=())
+        assert found == expected
+        ids = [*prompt, *found]
+        assert model.logits(ids)[-2].argmax() == found[-1]
+
+
+@pytest.mark.parametrize("case", ["gemma3", "smollm3-window", "phi3-partial-longrope", "olmo2"])
+def test_cached_steps_of_other_families(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    theirs = make(tmp_path, family, **options)
+    ids = np.random.default_rng(2).integers(0, 120, 60).tolist()
+    expected = reference(theirs, ids)
+    with trapetum.load(tmp_path) as model, model.pool.session():
+        cache, rows = model.new_cache(1, 1), []
+        for block in (ids[:40], *([i] for i in ids[40:])):
+            rows.append(model.head(model.hidden(np.array([block]), cache)[0]))
+        assert relative(np.concatenate(rows), expected) < 1e-4

@@ -15,7 +15,7 @@ from typing import Any
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.models.architectures import Architecture, Section, resolve, text_config
-from trapetum.models.layer_types import SLIDING
+from trapetum.models.layer_types import SLIDING, rotary_layers
 from trapetum.models.rope import Rope, parse_ropes
 
 __all__ = ["ACTIVATIONS", "ModelConfig", "parse_config"]
@@ -100,6 +100,13 @@ class ModelConfig:
         pairs = sorted(zip(self.layer_types, self.ropes), key=lambda pair: pair[0] == SLIDING)
         return next((rope for _, rope in pairs if rope is not None), Rope())
 
+    @property
+    def max_length(self) -> int | None:
+        """Most positions of a text: dynamic scaling reaches beyond the trained length."""
+        reach = self.max_position_embeddings
+        stretched = reach is not None and self.rope.type == "dynamic"
+        return int(reach * self.rope.factor) if reach is not None and stretched else reach
+
     @cached_property
     def dimensions(self) -> dict[str, int]:
         """The symbolic dimensions of the architecture table."""
@@ -154,6 +161,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     if act not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"config.json: hidden_act is {act!r}; {', '.join(ACTIVATIONS)} are supported"
+        )
+    if given.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            "config.json: use_bidirectional_attention is set; models that see the future are not supported"
         )
     hidden, heads = _integer(given, "hidden_size"), _integer(given, "num_attention_heads")
     layers = _integer(given, "num_hidden_layers")
@@ -228,11 +239,7 @@ def _ropes(
     ropes = parse_ropes(given, dim, types, local="rope_local_base_freq" in arch.options)
     if "no_rope_layers" not in arch.options:
         return ropes
-    interval = given.get("no_rope_layer_interval", 4)
-    flags = given.get("no_rope_layers", [int((i + 1) % interval != 0) for i in range(len(types))])
-    if not isinstance(flags, list | tuple) or len(flags) < len(types):
-        raise CheckpointError("config.json: no_rope_layers must hold a 0 or a 1 for each layer")
-    return tuple(rope if flag else None for rope, flag in zip(ropes, flags))
+    return tuple(rope if has else None for rope, has in zip(ropes, rotary_layers(given, len(types))))
 
 
 def _integer(given: Mapping[str, Any], key: str, *, default: int | None = None) -> int:

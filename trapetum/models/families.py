@@ -7,7 +7,12 @@ An entry is data: names, defaults and choices. What differs from the Llama linea
 from __future__ import annotations
 
 from trapetum.models.architecture import Architecture
-from trapetum.models.layer_types import sliding_where_given, switched
+from trapetum.models.layer_types import (
+    alternating,
+    sliding_where_given,
+    sliding_without_rotary,
+    switched,
+)
 from trapetum.models.modules import Module
 
 __all__ = ["DENSE", "attention_modules", "llama_modules", "mlp_modules", "outer_modules"]
@@ -60,6 +65,59 @@ def norm_modules(*, offset: float = 0.0, **names: str) -> tuple[Module, ...]:
 PRE_NORMS = norm_modules(attn_norm="input_layernorm", ffn_norm="post_attention_layernorm")
 
 
+# Gemma: a norm before and after each block; every norm stores its weight less one.
+GEMMA_NORMS = norm_modules(
+    offset=1.0,
+    attn_norm="input_layernorm",
+    attn_post_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    ffn_post_norm="post_feedforward_layernorm",
+)
+# OLMo-2: norms after the blocks only.
+POST_NORMS = norm_modules(
+    attn_post_norm="post_attention_layernorm", ffn_post_norm="post_feedforward_layernorm"
+)
+# One norm for all heads together.
+WHOLE_NORMS = (
+    Module("q_norm", "norm", ATTENTION + "q_norm", ("query",)),
+    Module("k_norm", "norm", ATTENTION + "k_norm", ("key_value",)),
+)
+_QKV = (("q", "query"), ("k", "key_value"), ("v", "key_value"))
+_GATE_UP = (("gate", "intermediate"), ("up", "intermediate"))
+
+
+def _fused_modules() -> tuple[Module, ...]:
+    """Phi-3: q, k and v are one tensor, gate and up another."""
+    embed, final_norm, head = outer_modules()
+    attn_norm, ffn_norm = PRE_NORMS
+    qkv, gate_up = "query+key_value+key_value", "intermediate+intermediate"
+    return (
+        embed,
+        attn_norm,
+        Module("qkv", "qkv", ATTENTION + "qkv_proj", (qkv, "hidden"), holds=_QKV, reads="q"),
+        Module("o", "o", ATTENTION + "o_proj", ("hidden", "query")),
+        ffn_norm,
+        Module("gate_up", "gate_up", MLP + "gate_up_proj", (gate_up, "hidden"), holds=_GATE_UP, reads="gate"),
+        Module("down", "down", MLP + "down_proj", ("hidden", "intermediate")),
+        final_norm,
+        head,
+    )
+
+
+def _gemma_modules(*, qk_norm: bool) -> tuple[Module, ...]:
+    embed, final_norm, head = outer_modules(offset=1.0)
+    attention = attention_modules(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=qk_norm, offset=1.0
+    )
+    return (embed, *GEMMA_NORMS, *attention, *mlp_modules(), final_norm, head)
+
+
+def _olmo2_modules() -> tuple[Module, ...]:
+    embed, final_norm, head = outer_modules()
+    attention = attention_modules(qkv_bias="attention_bias", o_bias="attention_bias")
+    return (embed, *attention, *WHOLE_NORMS, *mlp_modules(), *POST_NORMS, final_norm, head)
+
+
 def llama_modules(
     *, qk_norm: bool = False, qkv_bias: str = "", o_bias: str = "", mlp_bias: str = ""
 ) -> tuple[Module, ...]:
@@ -69,6 +127,9 @@ def llama_modules(
     attention = attention_modules(qkv_bias=qkv_bias, o_bias=o_bias, qk_norm=qk_norm)
     return (embed, attn_norm, *attention, ffn_norm, *mlp_modules(bias=mlp_bias), final_norm, head)
 
+
+_GEMMA_OPTIONS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
+_GEMMA_ALIASES = {"hidden_activation": "hidden_act", "_sliding_window_pattern": "sliding_window_pattern"}
 
 DENSE: tuple[Architecture, ...] = (
     Architecture(
@@ -103,5 +164,79 @@ DENSE: tuple[Architecture, ...] = (
         {"head_dim": 128, "sliding_window": 4096},
         layer_types=switched,
         gguf="qwen3",
+    ),
+    Architecture(
+        "phi3",
+        ("Phi3ForCausalLM",),
+        _fused_modules(),
+        {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        options=frozenset({"partial_rotary_factor"}),
+        layer_types=sliding_where_given,
+        cbk="CBK3",
+        gguf="phi3",
+    ),
+    Architecture(
+        "gemma2",
+        ("Gemma2ForCausalLM",),
+        _gemma_modules(qk_norm=False),
+        {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "max_position_embeddings": 8192,
+        },
+        options=_GEMMA_OPTIONS,
+        aliases=_GEMMA_ALIASES,
+        layer_types=alternating,
+        embedding_scale=True,
+        cbk="CBKG",
+        gguf="gemma2",
+    ),
+    Architecture(
+        "gemma3_text",
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        _gemma_modules(qk_norm=True),
+        {  # config.json of the published models says little more than the sizes
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "max_position_embeddings": 131_072,
+        },
+        options=_GEMMA_OPTIONS | {"rope_local_base_freq"},
+        aliases=_GEMMA_ALIASES,
+        layer_types=alternating,
+        embedding_scale=True,
+        gguf="gemma3",
+    ),
+    Architecture(
+        "smollm3",
+        ("SmolLM3ForCausalLM",),
+        llama_modules(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "max_position_embeddings": 32768},
+        options=frozenset({"no_rope_layers"}),
+        layer_types=sliding_without_rotary,
+        gguf="smollm3",
+    ),
+    Architecture(
+        "olmo2",
+        ("Olmo2ForCausalLM",),
+        _olmo2_modules(),
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        gguf="olmo2",
     ),
 )

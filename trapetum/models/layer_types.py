@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trapetum.errors import UnsupportedModelError
+from trapetum.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["FULL", "SLIDING", "alternating", "listed_types", "sliding_where_given", "switched"]
+__all__ = [
+    "FULL",
+    "SLIDING",
+    "alternating",
+    "listed_types",
+    "rotary_layers",
+    "sliding_where_given",
+    "sliding_without_rotary",
+    "switched",
+]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,4 +66,27 @@ def alternating(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     pattern = given.get("sliding_window_pattern", 1)
     return listed_types(given, layers) or tuple(
         FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers)
+    )
+
+
+def rotary_layers(given: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    """Which layers have a rotary embedding (SmolLM3): ``no_rope_layers`` holds a 0 for those that have none.
+
+    Raises
+    ------
+    CheckpointError
+        If it is not a list of as many numbers.
+    """
+    interval = given.get("no_rope_layer_interval", 4)
+    flags = given.get("no_rope_layers", [(i + 1) % interval != 0 for i in range(layers)])
+    if not isinstance(flags, list | tuple) or len(flags) < layers:
+        raise CheckpointError("config.json: no_rope_layers must hold a 0 or a 1 for each layer")
+    return tuple(bool(flag) for flag in flags[:layers])
+
+
+def sliding_without_rotary(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    """Where the window is switched on, layers without rotary embedding have it (SmolLM3)."""
+    on = given.get("use_sliding_window") and "sliding_window" in given
+    return listed_types(given, layers) or tuple(
+        SLIDING if on and not rotary else FULL for rotary in rotary_layers(given, layers)
     )

@@ -254,7 +254,7 @@ class Model:
 
     def check_length(self, length: int) -> None:
         """Raise ``RecipeError`` if the model cannot take ``length`` positions."""
-        limit = self.config.max_position_embeddings
+        limit = self.config.max_length
         if limit is not None and length > limit:
             raise RecipeError(
                 f"{length} tokens do not fit in the model's context of {limit}",
