@@ -138,7 +138,7 @@ def test_numbers_side_by_side_and_float16() -> None:
         6.1e-5,
         -3e-7,
     ]
-    ties = np.arange(-4096, 4096, dtype=np.uint32) * 2048 + np.uint32(0x3F800000)  # halves of the last place
+    ties = (np.arange(-4096, 4096) * 2048 + 0x3F800000).astype(np.uint32)  # halves of the last place
     values = np.concatenate([edges, rng.standard_normal(2048) * 2.0 ** rng.integers(-26, 17, 2048)])
     values = np.concatenate([values.astype(np.float32), ties.view(np.float32)])
     halves = rng.standard_normal(16).astype(np.float16)

@@ -39,7 +39,7 @@ __all__ = [
     "quantize_tables",
 ]
 
-SIMD = "57dde95074635404"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
 TABLE_LIMIT = 8191
 
 
