@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from trapetum.errors import CheckpointError
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.safetensors import SafetensorsFile
-from trapetum.tensors import BlockTensor, DenseTensor, matrix_shape
+from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
 
 __all__ = ["PackedCheckpoint", "PackedRecord"]
 
@@ -74,14 +74,14 @@ class PackedCheckpoint(ABC):
         """The stored tensor whose place in the file (and bytes, where it is not packed) a name stands for."""
         return name
 
-    def _logical_name(self, stored: str) -> str:
-        """Undo :meth:`_stored_name`."""
-        return stored
+    def _logical_names(self, stored: str) -> tuple[str, ...]:
+        """Undo :meth:`_stored_name`: what a stored tensor is read as."""
+        return (stored,)
 
     def names(self) -> list[str]:
         """Tensor names in the order of the files, without scales."""
         hidden = {c for name in self._packed for c in self._companions(name)}
-        return [self._logical_name(n) for n in self.inner.names() if n not in hidden]
+        return [read for n in self.inner.names() if n not in hidden for read in self._logical_names(n)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
@@ -103,8 +103,8 @@ class PackedCheckpoint(ABC):
         """The type of the blocks that :meth:`stored` gives; None where the decoded values are all there is."""
         return None
 
-    def stored(self, name: str, rows: slice | None = None) -> BlockTensor:
-        """The blocks of a tensor that has a :meth:`block_type`.
+    def stored(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """The blocks of a tensor that has a :meth:`block_type`, or what else the format takes over as it is.
 
         Raises
         ------

@@ -95,7 +95,10 @@ class Fp8Checkpoint(PackedCheckpoint):
             elif self._scales(name):
                 odd.append(f"{name} ({dtype})")
         if bare or odd:
-            faults = [*(f"{n} has no scale" for n in bare), *(f"{n} is no fp8 matrix, but has one" for n in odd)]
+            faults = [
+                *(f"{n} has no scale" for n in bare),
+                *(f"{n} is no fp8 matrix, but has one" for n in odd),
+            ]
             raise CheckpointError(
                 f"{self.path}: quantization_config says fp8, but {listed(faults)}",
                 hint="The checkpoint is incomplete, or its config.json belongs to another one.",
@@ -177,7 +180,11 @@ def _checked_settings(inner: Checkpoint) -> tuple[int, int]:
             hint="Use the original bfloat16, float16 or float32 checkpoint.",
         )
     block = settings.get("weight_block_size") or _compressed_block(settings) or _BLOCK
-    if not (isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+    if not (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(isinstance(b, int) and b > 0 for b in block)
+    ):
         raise CheckpointError(
             f"{inner.path}: config.json: weight_block_size is {block!r}; two positive integers are expected"
         )
@@ -198,7 +205,11 @@ def _compressed_problem(settings: Mapping[str, Any]) -> str | None:
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         return f"sparsity {sparsity.get('format')!r}"
     for weights in _weights(settings):
-        if weights.get("num_bits") != 8 or weights.get("type") != "float" or not weights.get("symmetric", True):
+        if (
+            weights.get("num_bits") != 8
+            or weights.get("type") != "float"
+            or not weights.get("symmetric", True)
+        ):
             return f"weights of {weights.get('num_bits')} bits, type {weights.get('type')!r}"
         if weights.get("strategy") not in ("tensor", "channel", "block"):
             return f"strategy {weights.get('strategy')!r}"

@@ -29,10 +29,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import UnsupportedModelError, listed
+from trapetum.errors import CheckpointError, UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.gguf_checkpoint import GgufCheckpoint, is_gguf
+from trapetum.formats.packed_aqlm import AqlmCheckpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
+from trapetum.formats.packed_fp8 import Fp8Checkpoint
+from trapetum.formats.packed_mxfp4 import GptOssCheckpoint, Mxfp4Checkpoint, is_gpt_oss
 from trapetum.tensors import matrix_shape
 
 __all__ = [
@@ -234,7 +237,23 @@ def _open_bitnet(inner: Checkpoint) -> PackedCheckpoint:
     return (OnlineBitnetCheckpoint if online else BitnetCheckpoint)(inner)
 
 
-_OPENERS: dict[str, Callable[[Checkpoint], PackedCheckpoint]] = {"bitnet": _open_bitnet, "mlx": MlxCheckpoint}
+def _has_config(inner: Checkpoint) -> bool:
+    try:
+        return bool(inner.config)
+    except CheckpointError:  # a bare weight file
+        return False
+
+
+_OPENERS: dict[str, Callable[[Checkpoint], PackedCheckpoint]] = {
+    "aqlm": AqlmCheckpoint,
+    "bitnet": _open_bitnet,
+    "compressed-tensors": Fp8Checkpoint,
+    "fbgemm_fp8": Fp8Checkpoint,
+    "fp8": Fp8Checkpoint,
+    "mlx": MlxCheckpoint,
+    "modelopt": Fp8Checkpoint,
+    "mxfp4": Mxfp4Checkpoint,
+}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCheckpoint:
@@ -253,7 +272,10 @@ def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCh
     if is_gguf(path):
         return GgufCheckpoint.open(path, mmap=mmap)
     inner = Checkpoint.open(path, mmap=mmap)
-    opener = _OPENERS.get(inner.packed_format() or "")
+    method = inner.packed_format()
+    opener = _OPENERS.get(method or "")
+    if method is None and _has_config(inner) and is_gpt_oss(inner.config):
+        opener = GptOssCheckpoint
     if opener is None:
         return inner
     try:
