@@ -49,6 +49,15 @@ def run(
             help="exact (float32), precise (15-bit activations) or fast (8-bit ones where weights have two).",
         ),
     ] = "fast",
+    cache_type: Annotated[
+        str,
+        option(
+            "--cache-type",
+            parse=choice("f32", "f16"),
+            metavar="NAME",
+            help="How keys and values are kept: f32, or f16 in half the memory.",
+        ),
+    ] = "f32",
     device: Device = "cpu",
     threads: Threads = None,
     debug: Debug = False,
@@ -56,7 +65,7 @@ def run(
     """Generate text: text to stdout as it comes, speed to stderr."""
     from trapetum.runtime.model import load
 
-    with load(path, device=device, threads=threads, precision=precision) as model:
+    with load(path, device=device, threads=threads, precision=precision, cache_type=cache_type) as model:
         if chat:
             text = model.tokenizer.chat([{"role": "user", "content": prompt}])
             ids = model.tokenizer.encode(text)

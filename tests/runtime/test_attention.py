@@ -64,3 +64,20 @@ def test_keys_and_values_grow_without_losing_anything() -> None:
         np.testing.assert_array_equal(keys, np.concatenate(seen, axis=1).transpose(0, 2, 1, 3))
         np.testing.assert_array_equal(values, -keys)
         length += size
+
+
+def test_float16_keys_and_values_are_the_rounded_ones() -> None:
+    rng = np.random.default_rng(2)
+    k, v = (rng.standard_normal((2, 70, 2, 16)).astype(np.float32) for _ in range(2))
+    k[0, 3, 1, 5], v[1, 2, 0, 0] = 1e6, -np.inf  # cut to what float16 holds
+    state = KeyValues(2, 2, 16, 8, "f16")
+    state.append(0, k[:, :9], v[:, :9])
+    keys, values = state.append(9, k[:, 9:], v[:, 9:])
+    assert keys.dtype == values.dtype == np.float16
+    for kept, given in ((keys, k), (values, v)):
+        rounded = np.clip(given, -65504, 65504).astype(np.float16).transpose(0, 2, 1, 3)
+        np.testing.assert_array_equal(kept, rounded)
+    q = rng.standard_normal((2, 4, 4, 16)).astype(np.float32)
+    ours = attend(q, keys, values, None, Pool(2))
+    wide = attend(q, keys.astype(np.float32), values.astype(np.float32), None, Pool(1))
+    np.testing.assert_array_equal(ours, wide)

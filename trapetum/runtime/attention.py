@@ -9,12 +9,16 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.pool import Pool
 
-__all__ = ["Cache", "KeyValues", "attend", "rotary_tables", "rotate"]
+__all__ = ["CACHE_TYPES", "Cache", "KeyValues", "attend", "rotary_tables", "rotate"]
 
 Floats = NDArray[np.float32]
 
 _QUERY_BLOCK = 128  # positions at once: later keys are skipped, and scores of 128 x 4096 stay at 2 MiB a head
 _PIECE_MACS = 1 << 20
+
+CACHE_TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
+"""Name -> how keys and values are kept: float16 halves their memory and rounds each by 2**-12 in the mean."""
+_LARGEST = np.float32(65504)  # of float16; larger keys and values are cut to it
 
 
 class KeyValues:
@@ -26,17 +30,19 @@ class KeyValues:
         ``heads`` counts key/value heads.
     capacity : int
         Positions allocated at first; it doubles when full.
+    kind : str
+        Of ``CACHE_TYPES``.
     """
 
-    def __init__(self, batch: int, heads: int, head_dim: int, capacity: int) -> None:
-        self._store = np.empty((2, batch, heads, max(1, capacity), head_dim), np.float32)
+    def __init__(self, batch: int, heads: int, head_dim: int, capacity: int, kind: str = "f32") -> None:
+        self._store: NDArray[Any] = np.empty((2, batch, heads, max(1, capacity), head_dim), CACHE_TYPES[kind])
 
     @property
-    def first(self) -> tuple[Floats, Floats]:
-        """Keys and values of the first sequence with all their room, float32 [heads, capacity, head_dim]."""
+    def first(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Keys and values of the first sequence with all their room, [heads, capacity, head_dim]."""
         return self._store[0, 0], self._store[1, 0]
 
-    def append(self, start: int, k: Floats, v: Floats) -> tuple[Floats, Floats]:
+    def append(self, start: int, k: Floats, v: Floats) -> tuple[NDArray[Any], NDArray[Any]]:
         """Store the keys and values of positions ``start`` and on.
 
         Parameters
@@ -46,16 +52,18 @@ class KeyValues:
 
         Returns
         -------
-        (k, v) : views of float32, shape (batch, heads, start + positions, head_dim)
+        (k, v) : views of what is kept, shape (batch, heads, start + positions, head_dim)
         """
         stop, capacity = start + k.shape[1], self._store.shape[3]
         if stop > capacity:
             shape = list(self._store.shape)
             shape[3] = max(stop, 2 * capacity)
-            grown = np.empty(shape, np.float32)
+            grown = np.empty(shape, self._store.dtype)
             grown[..., :start, :] = self._store[..., :start, :]
             self._store = grown
         for store, new in zip(self._store, (k, v)):
+            if store.dtype == np.float16:
+                new = np.clip(new, -_LARGEST, _LARGEST)
             store[:, :, start:stop] = new.transpose(0, 2, 1, 3)
         return self._store[0][:, :, :stop], self._store[1][:, :, :stop]
 
@@ -122,8 +130,8 @@ def rotate(x: Floats, cos: Floats, sin: Floats) -> None:
 
 def attend(
     q: Floats,
-    k: Floats,
-    v: Floats,
+    k: NDArray[Any],
+    v: NDArray[Any],
     window: int | None,
     pool: Pool,
     *,
@@ -137,9 +145,9 @@ def attend(
     ----------
     q : ndarray of float32, shape (batch, new, heads, head_dim)
         The last ``new`` of ``total`` positions.
-    k : ndarray of float32, shape (batch, kv_heads, total, head_dim)
+    k : ndarray of float32 or float16, shape (batch, kv_heads, total, head_dim)
         Query head h reads key/value head ``h // (heads / kv_heads)``.
-    v : ndarray of float32, shape (batch, kv_heads, total, value_dim)
+    v : ndarray of the same dtype, shape (batch, kv_heads, total, value_dim)
     window : int, optional
         A position sees itself and the ``window - 1`` before it.
     pool : Pool
@@ -178,7 +186,7 @@ def attend(
         count = last - first
         queries: Floats = grouped[b, first:last, h].transpose(1, 2, 0, 3) * factor  # [kv, group, count, dim]
         some = queries.shape[0]
-        scores = queries.reshape(some, group * count, dim) @ k[b, h, low:high].transpose(0, 2, 1)
+        scores = queries.reshape(some, group * count, dim) @ _float32(k[b, h, low:high]).transpose(0, 2, 1)
         if softcap is not None:
             scores /= np.float32(softcap)
             np.tanh(scores, out=scores)
@@ -193,12 +201,16 @@ def attend(
         weight = scores.sum(axis=-1, keepdims=True)
         if sink is not None:
             weight += np.exp(extra - top)
-        mixed = scores @ v[b, h, low:high]
+        mixed = scores @ _float32(v[b, h, low:high])
         mixed /= weight
         out[b, first:last, h] = mixed.reshape(some, group, count, width).transpose(2, 0, 1, 3)
 
     pool.run(piece, batch * steps * blocks)
     return out.reshape(batch, new, heads, width)
+
+
+def _float32(kept: NDArray[Any]) -> Floats:
+    return kept if kept.dtype == np.float32 else kept.astype(np.float32)
 
 
 def _mask(scores: Floats, first: int, low: int, window: int | None) -> None:

@@ -34,6 +34,7 @@ def _attention(weights: Weights, layer: int) -> Attention:
         scale=config.attention_scale,
         softcap=config.attention_softcap,
         sinks=None if sinks is None else weights.vector("sinks", layer),
+        cache_type=weights.cache_type,
     )
 
 

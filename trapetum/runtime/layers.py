@@ -248,6 +248,8 @@ class Attention:
     sinks : ndarray of float32, shape (heads,), optional
     gated : bool
         Rows of ``q`` hold, head by head, the query and as many values whose logistic function multiplies the result.
+    cache_type : str
+        Of ``CACHE_TYPES``.
     """
 
     q: Linear
@@ -262,10 +264,12 @@ class Attention:
     softcap: float | None = None
     sinks: Floats | None = None
     gated: bool = False
+    cache_type: str = "f32"
 
     def new_state(self, batch: int, capacity: int) -> KeyValues:
         """Empty keys and values."""
-        return KeyValues(batch, self.k.matrix.rows // self.head_dim, self.head_dim, capacity)
+        heads = self.k.matrix.rows // self.head_dim
+        return KeyValues(batch, heads, self.head_dim, capacity, self.cache_type)
 
     def __call__(
         self,

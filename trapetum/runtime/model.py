@@ -21,7 +21,7 @@ from trapetum.formats.decoded import rotation_of
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.config import ModelConfig, parse_config
 from trapetum.models.rope import Rope
-from trapetum.runtime.attention import Cache, rotary_tables
+from trapetum.runtime.attention import CACHE_TYPES, Cache, rotary_tables
 from trapetum.runtime.blocks import build_layer
 from trapetum.runtime.layers import Head, Layer, Rotary
 from trapetum.runtime.sampling import Sampling
@@ -42,7 +42,11 @@ _LOGITS = 16 << 20  # elements of one block of logits inside the library
 
 
 def load(
-    path: str | Path, device: str = "cpu", threads: int | None = None, precision: str = "exact"
+    path: str | Path,
+    device: str = "cpu",
+    threads: int | None = None,
+    precision: str = "exact",
+    cache_type: str = "f32",
 ) -> Model:
     """Load any supported model for inference.
 
@@ -57,13 +61,15 @@ def load(
     precision : str
         ``exact`` gives the numbers of the decoded model in float32; ``precise`` and ``fast`` round activations
         to integers where few tokens are multiplied: see ``runtime.matrix``.
+    cache_type : str
+        How attention keeps keys and values: ``f32``, or ``f16`` in half the memory.
 
     Raises
     ------
     KernelUnavailable
         For another device.
     RecipeError
-        If the precision is unknown.
+        If the precision or the cache type is unknown.
     CheckpointError, FormatError, UnsupportedModelError
         If the model cannot be read or run.
     """
@@ -76,7 +82,7 @@ def load(
 
     source = open_source(path)
     try:
-        return Model(source, pool, precision)
+        return Model(source, pool, precision, cache_type)
     except BaseException:
         source.close()
         raise
@@ -90,7 +96,7 @@ class Model:
     source : TensorSource
         Stays open as long as the model: weights that are not widened are read from its pages.
     pool : Pool, optional
-    precision : str
+    precision, cache_type : str
         See :func:`load`.
 
     Attributes
@@ -109,7 +115,15 @@ class Model:
         If the weights are in a packed format that must be imported first.
     """
 
-    def __init__(self, source: TensorSource, pool: Pool | None = None, precision: str = "exact") -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        pool: Pool | None = None,
+        precision: str = "exact",
+        cache_type: str = "f32",
+    ) -> None:
+        if cache_type not in CACHE_TYPES:
+            raise RecipeError(f"cache type is {cache_type!r}; {', '.join(CACHE_TYPES)} are allowed")
         packed = getattr(source, "packed_format", lambda: None)()
         if packed is not None:
             raise UnsupportedModelError(
@@ -122,7 +136,7 @@ class Model:
             self.config: ModelConfig = parse_config(source.config)
             shapes = {name: tuple(source.shape(name)) for name in source.names()}
             self.config.architecture.check_tensors(self.config, shapes)
-        self.weights = Weights(source, self.config, self.pool, precision)
+        self.weights = Weights(source, self.config, self.pool, precision, cache_type)
         self.embed = self.weights.matrix("embed")
         self._embed_rotation = rotation_of(source, self.weights.place("embed").name)
         self.head = self._head()

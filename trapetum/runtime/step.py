@@ -73,7 +73,7 @@ def _plain(one: Layer) -> tuple[Attention, GatedMlp] | None:
     mixer, ffn = one.mixer, one.ffn
     if not isinstance(mixer, Attention) or not isinstance(ffn, GatedMlp) or ffn.act != "silu":
         return None
-    if mixer.scale is not None or mixer.softcap is not None or mixer.sinks is not None:
+    if mixer.cache_type != "f32" or mixer.scale is not None or mixer.softcap is not None or mixer.sinks is not None:
         return None
     if one.attn_norm is None or one.ffn_norm is None or one.attn_post_norm or one.ffn_post_norm:
         return None

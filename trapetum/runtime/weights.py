@@ -42,6 +42,8 @@ class Weights:
     pool : Pool
     precision : str
         See ``runtime.matrix``.
+    cache_type : str
+        How attention keeps keys and values: see ``runtime.attention``.
 
     Attributes
     ----------
@@ -50,8 +52,11 @@ class Weights:
         Whether dense matrices are widened to float32.
     """
 
-    def __init__(self, source: TensorSource, config: ModelConfig, pool: Pool, precision: str) -> None:
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, pool: Pool, precision: str, cache_type: str = "f32"
+    ) -> None:
         self.source, self.config, self.pool, self.precision = source, config, pool, precision
+        self.cache_type = cache_type
         self.names = config.architecture.index(source.names())
         sizes = {name: math.prod(source.shape(name)) for name in self.names.values()}
         wide = 4 * sum(size for name, size in sizes.items() if source.layout(name) == "dense")
