@@ -80,7 +80,13 @@ class Checkpoint:
             self._config = CheckpointError(error.message)
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> Self:
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        mmap: bool = True,
+        reader: type[SafetensorsFile] = SafetensorsFile,
+    ) -> Self:
         """Open a model and validate all of it except the values of its weights.
 
         Parameters
@@ -89,6 +95,8 @@ class Checkpoint:
             A folder, or one ``.safetensors`` file (config and tokenizer are then looked for beside it).
         mmap : bool, default True
             See :meth:`SafetensorsFile.open`.
+        reader : type
+            What opens a weight file.
 
         Raises
         ------
@@ -113,7 +121,7 @@ class Checkpoint:
         files: list[SafetensorsFile] = []
         try:
             for file in found.files:
-                files.append(SafetensorsFile.open(file, mmap=mmap))
+                files.append(reader.open(file, mmap=mmap))
             notes = found.notes + [note for file in files for note in file.notes]
             where = _assign(found, files, notes)
         except BaseException:

@@ -36,6 +36,7 @@ from trapetum.formats.packed_aqlm import AqlmCheckpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
 from trapetum.formats.packed_fp8 import Fp8Checkpoint
 from trapetum.formats.packed_mxfp4 import GptOssCheckpoint, Mxfp4Checkpoint, is_gpt_oss
+from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.tensors import matrix_shape
 
 __all__ = [
@@ -256,13 +257,17 @@ _OPENERS: dict[str, Callable[[Checkpoint], PackedCheckpoint]] = {
 }
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCheckpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, mmap: bool = True, reader: type[SafetensorsFile] = SafetensorsFile
+) -> AnyCheckpoint:
     """Open a model folder or a GGUF; packed weights are decoded as they are read.
 
     Parameters
     ----------
     path : path-like
     mmap : bool
+    reader : type
+        What opens a safetensors file.
 
     Raises
     ------
@@ -271,7 +276,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, mmap: bool = True) -> AnyCh
     """
     if is_gguf(path):
         return GgufCheckpoint.open(path, mmap=mmap)
-    inner = Checkpoint.open(path, mmap=mmap)
+    inner = Checkpoint.open(path, mmap=mmap, reader=reader)
     method = inner.packed_format()
     opener = _OPENERS.get(method or "")
     if method is None and _has_config(inner) and is_gpt_oss(inner.config):

@@ -24,7 +24,7 @@ from trapetum.quantize.schemes import Keep
 from trapetum.quantize.ternary_intake import AsIs, Recognition, recognise
 from trapetum.tensors import DenseTensor, matrix_shape
 
-__all__ = ["Finding", "survey"]
+__all__ = ["Finding", "not_taken", "survey"]
 
 # Masks and tables outside the model proper may hold infinities on purpose.
 _LENIENT = ("buffer", "other")
@@ -52,7 +52,9 @@ class Finding:
         self.ternary.add(other.ternary)
 
 
-def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -> Plan:
+def survey(
+    plan: Plan, budget: MemoryBudget, progress: Progress | None = None, *, whole: bool = True
+) -> Plan:
     """Read every weight once.
 
     Parameters
@@ -60,6 +62,8 @@ def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -
     plan : Plan
     budget : MemoryBudget
     progress : Progress, optional
+    whole : bool
+        Whether these are all rows of the model; if not, ask :func:`not_taken` when all are seen.
 
     Returns
     -------
@@ -103,7 +107,8 @@ def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None) -
         elif total.peak > row.scheme.limit:
             raise _too_large(plan, row, total)
     settled = tuple(_settled(plan, r, f) for r, f in zip(plan.rows, findings, strict=True))
-    notes += _not_taken(plan, settled)
+    if whole:
+        notes += not_taken(plan, settled)
     return replace(plan, rows=settled, notes=(*plan.notes, *notes), scanned=True)
 
 
@@ -149,7 +154,7 @@ def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
     return replace(row, scheme=taken[0], wide=taken[1])
 
 
-def _not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
+def not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     """Say which tensors were asked to be taken over and are not ternary; all of them is an error."""
     both = zip(plan.rows, settled, strict=True)
     asked = [now for was, now in both if isinstance(was.scheme, AsIs) and not _decoded(plan, now)]

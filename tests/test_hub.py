@@ -30,7 +30,10 @@ class Notes(Progress):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """A stand-in for the client: records its call; raises or returns what the test puts in."""
-    state: dict[str, Any] = {"calls": [], "result": str(tmp_path)}
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "model.safetensors").touch()
+    state: dict[str, Any] = {"calls": [], "result": str(snapshot)}
 
     def fake(repo_id: str, **options: Any) -> str:
         state["calls"].append((repo_id, options))
@@ -63,8 +66,8 @@ def test_a_path_wins(hub: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_hub_id_is_fetched(hub: dict[str, Any], tmp_path: Path) -> None:
     notes = Notes()
-    assert resolve_model("Org-1/Name_2.5", revision="v1", token=TOKEN, progress=notes) == tmp_path
-    assert resolve_model("gpt2") == tmp_path
+    assert resolve_model("Org-1/Name_2.5", revision="v1", token=TOKEN, progress=notes) == tmp_path / "snapshot"
+    assert resolve_model("gpt2") == tmp_path / "snapshot"
     (name, options), (second, _) = hub["calls"]
     assert (name, second) == ("Org-1/Name_2.5", "gpt2")
     assert (options["revision"], options["token"]) == ("v1", TOKEN)

@@ -6,8 +6,10 @@ Texts of the Hub client are never passed on: they are long, and none of them may
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -35,6 +37,7 @@ _UNREACHED = {  # by name: the HTTP library differs between versions of the clie
     "TimeoutError",
     "TransportError",
 }
+_BROKEN = {"ConnectionError", "TimeoutError", "TransportError"}
 _BY_STATUS = {
     401: ("the Hub refuses the token: it is missing, wrong or expired", _LOGIN),
     403: (
@@ -51,7 +54,40 @@ _BY_STATUS = {
 }
 
 
-def with_retries(call: Callable[[], R], what: str, progress: Progress, *, only_refused: bool = False) -> R:
+class _Silence(logging.Filter):
+    """While any call is under way, the client logs nothing: its warnings hold addresses, which may be signed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock, self._calls = threading.Lock(), 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._calls += 1
+            for handler in self._handlers():
+                handler.addFilter(self)
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if not self._calls:
+                for handler in self._handlers():
+                    handler.removeFilter(self)
+
+    @staticmethod
+    def _handlers() -> list[logging.Handler]:
+        return logging.getLogger("huggingface_hub").handlers
+
+
+_SILENCE = _Silence()
+
+
+def with_retries(
+    call: Callable[[], R], what: str, progress: Progress, *, only_refused: bool = False, dropped: bool = False
+) -> R:
     """Call, and call again after a failure that time may cure, at most :data:`TRIES` times.
 
     Parameters
@@ -62,6 +98,8 @@ def with_retries(call: Callable[[], R], what: str, progress: Progress, *, only_r
     progress : Progress
     only_refused : bool
         Try again only where the Hub surely did nothing (429): for steps that must not happen twice.
+    dropped : bool
+        Try again where a connection broke, too: for requests that the client itself does not repeat.
 
     Notes
     -----
@@ -69,15 +107,18 @@ def with_retries(call: Callable[[], R], what: str, progress: Progress, *, only_r
     """
     for attempt in range(1, TRIES + 1):
         try:
-            return call()
+            with _SILENCE:
+                return call()
         except Exception as error:
             status = http_status(error)
             wait = _retry_after(error)
             wait = 2.0 ** (attempt - 1) if wait is None else wait
             curable = (429,) if only_refused else _TEMPORARY
-            if status not in curable or attempt == TRIES or wait > _LONGEST_WAIT:
+            broken = dropped and status is None and bool(_BROKEN & _ancestry(error))
+            if not (status in curable or broken) or attempt == TRIES or wait > _LONGEST_WAIT:
                 raise
-            progress.note(f"{what}: the Hub answers with HTTP status {status}; trying again in {wait:g} s")
+            said = "the connection broke" if broken else f"the Hub answers with HTTP status {status}"
+            progress.note(f"{what}: {said}; trying again in {wait:g} s")
             time.sleep(wait)
     raise AssertionError  # the last try returned or raised
 
@@ -121,7 +162,7 @@ def explained(
     if status is not None:
         text, hint = _BY_STATUS.get(status, (f"the Hub answers with HTTP status {status}", _LATER))
         return kind(f"{at}: {text}", hint=hint)
-    if _UNREACHED & {c.__name__ for c in type(error).__mro__}:
+    if _UNREACHED & _ancestry(error):
         if step == "upload":
             return kind(f"{at}: the Hub cannot be reached", hint=f"Check the network. {_LATER}")
         return kind(
@@ -135,6 +176,10 @@ def explained(
         verb = "stored" if step == "download" else "read"
         return kind(f"{at}: cannot be {verb}: {os.strerror(number)}", hint=where)
     return kind(f"{at}: the {step} failed ({type(error).__name__})", hint=_LATER)
+
+
+def _ancestry(error: BaseException) -> set[str]:
+    return {c.__name__ for c in type(error).__mro__}
 
 
 def http_status(error: BaseException | None) -> int | None:

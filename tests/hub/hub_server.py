@@ -41,6 +41,7 @@ class Hub:
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str, bool]] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
+    ranges: list[tuple[str, int, int]] = field(default_factory=list)
     pull_requests: int = 0
     token: str = ""
     garble: bool = False
@@ -173,9 +174,12 @@ def serve(hub: Hub) -> tuple[ThreadingHTTPServer, str]:
                 "X-Repo-Commit": found[0],
                 "Accept-Ranges": "bytes",
             }
-            first = int(m[1]) if (m := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
-            if first:
-                headers["Content-Range"] = f"bytes {first}-{len(data) - 1}/{len(data)}"
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            first = int(asked[1]) if asked else 0
+            last = min(int(asked[2]) if asked and asked[2] else len(data) - 1, len(data) - 1)
+            if asked:
+                headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+                hub.ranges.append((name, first, last + 1))
             for fault in hub.faults:
                 if fault.cut and fault.times and self.command == "GET" and re.search(fault.pattern, name):
                     fault.times -= 1
@@ -186,7 +190,7 @@ def serve(hub: Hub) -> tuple[ThreadingHTTPServer, str]:
                     self.wfile.write(data[: len(data) // 2])
                     self.close_connection = True
                     return
-            self.reply(206 if first else 200, data[first:], headers)
+            self.reply(206 if asked else 200, data[first : last + 1], headers)
 
         def create(self, body: bytes) -> None:
             asked = json.loads(body)
