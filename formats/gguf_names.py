@@ -10,7 +10,9 @@ Source: llama.cpp, gguf-py/gguf/tensor_mapping.py and conversion/llama.py.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,22 +32,58 @@ class Family:
         Whether rows of q and k are stored interleaved; such a family also reads ``rope_freqs.weight``.
     biases : frozenset of str
         Modules whose bias engines read; a file with any other is refused by them.
+    names : mapping
+        Modules that the family's checkpoints call otherwise than most: GGUF's name -> theirs.
+    bare : mapping
+        The same for whole names that do not end in a suffix: GGUF's name -> the checkpoint's.
     """
 
     model_type: str
     hf_class: str
     interleaved: bool
     biases: frozenset[str]
+    names: Mapping[str, str] = field(default_factory=dict)
+    bare: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _checkpoint_names(self) -> dict[str, str]:
+        return {**_MODULES, **self.names}
+
+    @cached_property
+    def _file_names(self) -> dict[str, str]:
+        return {hf: gguf for gguf, hf in self._checkpoint_names.items()}
 
 
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 _ALL_LINEAR = _QKV | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"}
+_EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("llama", "LlamaForCausalLM", True, _ALL_LINEAR),  # Mistral too; its window is not stored
+    # Mistral too, whose window is not stored, and Mixtral, which alone has a router.
+    "llama": Family(
+        "llama",
+        "LlamaForCausalLM",
+        True,
+        _ALL_LINEAR,
+        {"blk.{}.ffn_gate_inp": "model.layers.{}.block_sparse_moe.gate"},
+    ),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, _QKV),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, _QKV),
+    "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", False, _QKV),
+    "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", False, _QKV),
+    "olmoe": Family("olmoe", "OlmoeForCausalLM", False, frozenset()),
+    "gpt-oss": Family(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        False,
+        _QKV | {"attn_output", "ffn_gate_inp"} | _EXPERTS,
+        {
+            "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.router",
+            "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+        },
+        {"blk.{}.attn_sinks.weight": "model.layers.{}.self_attn.sinks"},
+    ),
 }
 
 _MODULES: dict[str, str] = {
@@ -63,12 +101,23 @@ _MODULES: dict[str, str] = {
     "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
     "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
     "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+    "blk.{}.ffn_gate_inp": "model.layers.{}.mlp.gate",
+    "blk.{}.ffn_gate_exps": "model.layers.{}.mlp.experts.gate_proj",
+    "blk.{}.ffn_up_exps": "model.layers.{}.mlp.experts.up_proj",
+    "blk.{}.ffn_down_exps": "model.layers.{}.mlp.experts.down_proj",
+    "blk.{}.ffn_gate_inp_shexp": "model.layers.{}.mlp.shared_expert_gate",
+    "blk.{}.ffn_gate_shexp": "model.layers.{}.mlp.shared_expert.gate_proj",
+    "blk.{}.ffn_up_shexp": "model.layers.{}.mlp.shared_expert.up_proj",
+    "blk.{}.ffn_down_shexp": "model.layers.{}.mlp.shared_expert.down_proj",
 }
-_FROM_HF = {hf: gguf for gguf, hf in _MODULES.items()}
+_ANY = Family("", "", False, frozenset())
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def _translate(name: str, table: dict[str, str]) -> str | None:
+def _translate(name: str, table: Mapping[str, str], whole: Mapping[str, str]) -> str | None:
+    number = _LAYER.search(name)
+    if number is not None and (found := whole.get(_LAYER.sub("{}", name, count=1))) is not None:
+        return found.format(number[0])
     module, _, suffix = name.rpartition(".")
     layer = _LAYER.search(module)
     template = table.get(_LAYER.sub("{}", module, count=1))
@@ -77,26 +126,41 @@ def _translate(name: str, table: dict[str, str]) -> str | None:
     return f"{template.format(layer[0]) if layer else template}.{suffix}"
 
 
-def hf_name(name: str) -> str | None:
+def hf_name(name: str, family: Family | None = None) -> str | None:
     """The checkpoint's name of a GGUF tensor; None where there is none.
+
+    Parameters
+    ----------
+    name : str
+    family : Family, optional
+        For the names that only some families have.
 
     Examples
     --------
     >>> hf_name("blk.3.ffn_down.weight"), hf_name("rope_freqs.weight")
     ('model.layers.3.mlp.down_proj.weight', None)
     """
-    return _translate(name, _MODULES)
+    family = family or _ANY
+    return _translate(name, family._checkpoint_names, family.bare)
 
 
-def gguf_name(name: str) -> str | None:
+def gguf_name(name: str, family: Family | None = None) -> str | None:
     """GGUF's name of a checkpoint's tensor; None where there is none.
+
+    Parameters
+    ----------
+    name : str
+        The canonical one; of a routed expert that of the stack of all.
+    family : Family, optional
+        For the names that only some families have.
 
     Examples
     --------
     >>> gguf_name("model.layers.3.self_attn.q_proj.bias")
     'blk.3.attn_q.bias'
     """
-    return _translate(name, _FROM_HF)
+    family = family or _ANY
+    return _translate(name, family._file_names, {hf: gguf for gguf, hf in family.bare.items()})
 
 
 def stored_row_order(rows: int, heads: int) -> NDArray[np.intp]:

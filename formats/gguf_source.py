@@ -23,7 +23,7 @@ import numpy as np
 from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
 from trapetum.formats.gguf_config import ROPE_FACTORS, model_config, model_family
-from trapetum.formats.gguf_names import Family, hf_name, stored_row_order
+from trapetum.formats.gguf_names import FAMILIES, Family, hf_name, stored_row_order
 from trapetum.formats.gguf_rotation import FoldedRotation, read_rotation
 from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
@@ -61,17 +61,18 @@ class GgufSource:
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
         self._factors = None
         self._strangers: list[str] = []
+        self._names = FAMILIES.get(str(self.metadata.get("general.architecture")))
         self._scales: dict[str, np.float32] = {}
         for file in files:
             for name, info in file.tensors.items():
                 if name == ROPE_FACTORS:
                     self._factors = file.load(name).dequantize().reshape(-1)
                     continue
-                scaled = _scaled_weight(name, info)
+                scaled = _scaled_weight(name, info, self._names)
                 if scaled is not None:
                     self._scales[scaled] = file.load(name).dequantize()[0]
                     continue
-                translated = hf_name(name)
+                translated = hf_name(name, self._names)
                 if translated is None:
                     self._strangers.append(name)
                 if (translated or name) in self._where:
@@ -268,11 +269,11 @@ class GgufSource:
         return int(self.config[key])
 
 
-def _scaled_weight(name: str, info: GgufTensor) -> str | None:
+def _scaled_weight(name: str, info: GgufTensor, family: Family | None) -> str | None:
     """Of ``NAME.scale``: what it scales, by the checkpoint's name."""
     stem, _, suffix = name.rpartition(".")
     plain = info.type is not None and info.type.name == "F32" and info.shape in ((1,), ())
-    return hf_name(f"{stem}.weight") if suffix == "scale" and plain else None
+    return hf_name(f"{stem}.weight", family) if suffix == "scale" and plain else None
 
 
 def _scaled(stored: QuantizedTensor, scale: np.float32) -> QuantizedTensor:
