@@ -95,6 +95,15 @@ def export(
         ),
     ] = None,
     max_shard_size: ShardSize = 5 * 10**9,
+    magic: Annotated[
+        str | None,
+        option(
+            "--magic",
+            parse=choice("CBK3", "CBKG", "CBKD", "CBKE", "CBKR", "CBKS", "CBKV"),
+            metavar="MAGIC",
+            help="cbk: the layout, where a family has several; what is stored chooses by default.",
+        ),
+    ] = None,
     fuse: Annotated[
         bool, typer.Option("--fuse", help="planes: q, k, v and gate, up as one matrix each.")
     ] = False,
@@ -120,6 +129,7 @@ def export(
         fuse=fuse,
         overwrite=overwrite,
         threads=threads,
+        magic=magic,
     ) as plan:
         known = 0 if dry_run else len(plan.notes)  # writing says those itself
         path = out if dry_run else plan.write(progress)

@@ -58,6 +58,7 @@ def plan_export(
     fuse: bool = False,
     overwrite: bool = False,
     threads: int | None = None,
+    magic: str | None = None,
 ) -> Iterator[ExportPlan]:
     """Check an export and predict its outcome; nothing is written until ``plan.write()``.
 
@@ -86,7 +87,7 @@ def plan_export(
             )
         values = stack.enter_context(open_source(source)) if source is not None else None
         request = ExportRequest(
-            opened, Path(out), values, dtype, gguf_type, max_shard_size, fuse, overwrite, threads
+            opened, Path(out), values, dtype, gguf_type, max_shard_size, fuse, overwrite, threads, magic
         )
         yield getattr(import_module(chosen.module), chosen.function)(request)
 
@@ -104,6 +105,7 @@ def export_artifact(
     overwrite: bool = False,
     dry_run: bool = False,
     threads: int | None = None,
+    magic: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write an artifact in another format.
@@ -132,6 +134,8 @@ def export_artifact(
         Check and report through ``progress.note``, write nothing. :func:`plan_export` gives the report as
         data.
     threads : int, optional
+    magic : str, optional
+        ``cbk``: one of the layouts of a DeepSeek model (docs/formats/cbk.md); what is stored chooses by default.
     progress : Progress, optional
 
     Returns
@@ -159,6 +163,7 @@ def export_artifact(
         fuse=fuse,
         overwrite=overwrite,
         threads=threads,
+        magic=magic,
     ) as plan:
         if not dry_run:
             return plan.write(progress)

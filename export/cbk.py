@@ -267,7 +267,7 @@ def plan_cbk(request: ExportRequest) -> CbkPlan:
         config.architecture.check_tensors(config, {n: artifact.shape(n) for n in artifact.names()})
         names = config.architecture.index(artifact.names())
         stored = stored_forms(artifact, names)
-        header, notes = build_header(config, artifact.names(), names, stored)
+        header, notes = build_header(config, artifact.names(), names, stored, request.magic)
     jobs = record_jobs(header, request, config, names, stored)
     notes = [*_left_out(artifact, config, names), *notes]
     size = header.file_bytes()

@@ -4,8 +4,8 @@ An architecture names the family of magics that fits it (column ``cbk``); one ro
 header values, another names what the runtimes of that family do not compute. All reasons why a model does not fit end
 in one error, before any work. What a runtime computes differently though the file is right becomes a note.
 
-Of the DeepSeek magics the stored tensors choose: additive experts mean CBKV, codebooks of more than 16 entries in the
-shared experts or the head mean CBKE or CBKS, anything else CBKD or CBKR.
+Of the DeepSeek magics the stored tensors choose where nothing is said: additive experts mean CBKV, codebooks of more
+than 16 entries in the shared experts CBKE or CBKS, anything else CBKD or CBKR.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trapetum.errors import UnsupportedModelError
+from trapetum.errors import RecipeError, UnsupportedModelError
 from trapetum.formats.cbk import padded_vocab
 from trapetum.formats.cbk_deepseek import HEAD_8BIT, SHARED_8BIT
 from trapetum.formats.cbk_layouts import CBK_LAYOUTS
@@ -54,6 +54,7 @@ def build_header(
     tensors: Iterable[str],
     names: Mapping[Role, str],
     stored: Mapping[Role, Stored],
+    magic: str | None = None,
 ) -> tuple[CbkHeader, list[str]]:
     """The header of the file that holds a model, and what a person should know.
 
@@ -66,11 +67,15 @@ def build_header(
         ``Architecture.index`` of them.
     stored : mapping of Role to Stored
         Of its quantized tensors.
+    magic : str, optional
+        The one that is wanted, where a family has several.
 
     Raises
     ------
     UnsupportedModelError
         With every reason why no .cbk holds the model.
+    RecipeError
+        If the wanted magic is not one of the family's.
     """
     arch = config.architecture
     if arch.cbk not in CBK_LAYOUTS:
@@ -78,7 +83,9 @@ def build_header(
         raise UnsupportedModelError(
             f"no .cbk layout holds the architecture {arch.model_type}{norms}", hint="Export to hf instead."
         )
-    fit = _FAMILIES[arch.cbk](config, names, stored)
+    if magic is not None and arch.cbk in ("CBK3", "CBKG") and magic != arch.cbk:
+        raise RecipeError(f"magic is {magic!r}; for this model {arch.cbk} is allowed")
+    fit = _FAMILIES[arch.cbk](config, names, stored, magic)
     layout = CBK_LAYOUTS[fit.magic]
     chosen = {name: fit.values[name] for name, _ in layout.fields}
     faults = layout.violations(chosen) + fit.faults + _shared_faults(config, tensors)
@@ -154,7 +161,9 @@ def _grouped_faults(config: ModelConfig, act: str) -> list[str]:
     return faults
 
 
-def _llama(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored]) -> _Fit:
+def _llama(
+    config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored], magic: str | None
+) -> _Fit:
     biased = any(role.kind == "bias" and role.part in _QUERY_BIASES for role in names)
     linear = config.rope.type == "linear"
     fit = _Fit(
@@ -179,7 +188,9 @@ def _llama(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role,
     return fit
 
 
-def _gemma(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored]) -> _Fit:
+def _gemma(
+    config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored], magic: str | None
+) -> _Fit:
     fit = _Fit(
         "CBKG",
         {
@@ -201,7 +212,9 @@ def _gemma(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role,
     return fit
 
 
-def _deepseek(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored]) -> _Fit:
+def _deepseek(
+    config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Role, Stored], magic: str | None
+) -> _Fit:
     latent, routing = config.sections[LATENT], config.sections[SECTION]
     if not isinstance(latent, LatentOptions) or not isinstance(routing, Routing):
         raise TypeError(f"{config.architecture.model_type} has no options of latent attention and experts")
@@ -231,8 +244,8 @@ def _deepseek(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Ro
         "softmax_scale": latent.scale,
         "routed_scale": routing.scale,
     }
-    magic, choice, notes = _deepseek_magic(latent.q_lora > 0, stored)
-    fit = _Fit(magic, values | choice, _bias_faults(names, ()), notes)
+    chosen, choice, notes = _deepseek_magic(latent.q_lora > 0, stored, magic)
+    fit = _Fit(chosen, values | choice, _bias_faults(names, ()), notes)
     if not all(routing.sparse[first:]):
         fit.faults.append("dense layers after the first sparse one have no place")
     if sigmoid and not latent.q_lora:
@@ -258,37 +271,44 @@ def _deepseek(config: ModelConfig, names: Mapping[Role, str], stored: Mapping[Ro
 
 
 def _deepseek_magic(
-    q_lora: bool, stored: Mapping[Role, Stored]
+    q_lora: bool, stored: Mapping[Role, Stored], wanted: str | None
 ) -> tuple[str, dict[str, int | float], list[str]]:
-    """The magic that keeps most of what is stored, its own header field, notes."""
+    """The magic, its own header field, notes.
+
+    By default what is stored chooses: additive experts CBKV, shared experts with more than 16 values a row CBKE or
+    CBKS. A head with more is not enough: recipes give it 8 bits by default, and files have 4-bit heads as a rule.
+    """
     experts = [s for role, s in stored.items() if role.part.startswith("expert")]
-    counts = Counter(s.additive for s in experts if s.additive in (2, 3))
     wide = {
-        SHARED_8BIT: [s for role, s in stored.items() if role.part.startswith("shared_")],
-        HEAD_8BIT: [s for role, s in stored.items() if role.kind == "head"],
+        SHARED_8BIT: any(
+            s.entries > _ENTRIES for role, s in stored.items() if role.part.startswith("shared_")
+        ),
+        HEAD_8BIT: any(s.entries > _ENTRIES for role, s in stored.items() if role.kind == "head"),
     }
-    flags = sum(bit for bit, found in wide.items() if any(s.entries > _ENTRIES for s in found))
-    if counts and q_lora:
-        count, most = counts.most_common(1)[0]
-        notes = []
+    counts = Counter(s.additive for s in experts if s.additive in (2, 3))
+    usual = "CBKR" if q_lora else "CBKD"
+    mixed = "CBKS" if q_lora else "CBKE"
+    magic = wanted or ("CBKV" if counts and q_lora else mixed if wide[SHARED_8BIT] else usual)
+    allowed = (usual, mixed, *(("CBKV",) if q_lora else ()))
+    if magic not in allowed:
+        raise RecipeError(f"magic is {magic!r}; for this model {', '.join(allowed)} are allowed")
+    notes = []
+    if magic == "CBKV":
+        count, most = counts.most_common(1)[0] if counts else (2, 0)
         if most < len(experts):
             notes.append(
-                f"{len(experts) - most} of {len(experts)} tensors of experts become {count} additive codebooks"
+                f"{len(experts) - most} of {len(experts)} expert tensors become {count} additive codebooks"
             )
-        if flags:
-            notes.append("CBKV has no 8-bit shared experts and head: those are fitted to 16 values a row")
-        return "CBKV", {"experts_avq": count}, notes
-    notes = (
-        ["additive experts need a query latent (CBKV): here they are fitted to 16 values a row"]
-        if counts
-        else []
-    )
-    if flags:
-        return "CBKS" if q_lora else "CBKE", {"prec_flags": flags}, notes
-    return "CBKR" if q_lora else "CBKD", {}, notes
+        return magic, {"experts_avq": count}, notes
+    if counts:
+        notes.append(f"{magic} has no additive experts: they are fitted to {_ENTRIES} values a row")
+    if magic == usual:
+        return magic, {}, notes
+    stored_flags = sum(bit for bit, found in wide.items() if found)
+    return magic, {"prec_flags": stored_flags or SHARED_8BIT | HEAD_8BIT}, notes
 
 
-_FAMILIES: dict[str, Callable[[ModelConfig, Mapping[Role, str], Mapping[Role, Stored]], _Fit]] = {
+_FAMILIES: dict[str, Callable[[ModelConfig, Mapping[Role, str], Mapping[Role, Stored], str | None], _Fit]] = {
     "CBK3": _llama,
     "CBKG": _gemma,
     "CBKD": _deepseek,

@@ -49,6 +49,8 @@ class ExportRequest:
     overwrite : bool
     threads : int, optional
         All that the process may use by default.
+    magic : str, optional
+        ``cbk``: the layout, where a family has several.
     """
 
     artifact: TensorSource
@@ -60,6 +62,7 @@ class ExportRequest:
     fuse: bool = False
     overwrite: bool = False
     threads: int | None = None
+    magic: str | None = None
 
 
 @dataclass
