@@ -23,6 +23,7 @@ from trapetum.cli.options import (
     option,
     parse_bits,
     parse_size,
+    real,
     whole,
 )
 from trapetum.cli.output import emit, note, table
@@ -72,7 +73,7 @@ def quantize(
             "--bits",
             parse=parse_bits,
             metavar="BITS",
-            help="Bits a weight: 3, 4, 5, 6, 8, or 1.58 for ternary.",
+            help="Bits a code: 2, 3, 4, 5, 6, 8, 1.58 for ternary; another fraction is a --target-bpw.",
         ),
     ] = None,
     scheme: Annotated[
@@ -97,6 +98,23 @@ def quantize(
         int | None,
         option(
             "--group-size", parse=_number(128, 64), metavar="N", help="Ternary: weights a scale, 128 or 64."
+        ),
+    ] = None,
+    target_bpw: Annotated[
+        float | None,
+        option(
+            "--target-bpw",
+            parse=real(0, 16, above=True),
+            metavar="BITS",
+            help="Stored bits a weight, all counted: each tensor takes what is best for the whole.",
+        ),
+    ] = None,
+    candidates: Annotated[
+        str | None,
+        typer.Option(
+            "--candidates",
+            metavar="NAMES",
+            help="With --target-bpw: schemes to choose from, such as kmeans,additive.",
         ),
     ] = None,
     hadamard: Annotated[
@@ -146,6 +164,13 @@ def quantize(
     token: Annotated[
         str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")
     ] = None,
+    stream_download: Annotated[
+        bool,
+        typer.Option(
+            "--stream-download",
+            help="Hub ids: fetch the weight files one by one, keep at most two, remove each when it is done.",
+        ),
+    ] = False,
     max_shard_size: ShardSize = 5 * 10**9,
     any_architecture: Annotated[
         bool,
@@ -207,7 +232,7 @@ def quantize(
     from trapetum.quantize.job import quantize_model
 
     progress = terminal_progress()
-    if export is not None:  # what the format refuses is said before hours of work, not after them
+    if export is not None and not stream_download:  # what the format refuses is said before hours of work
         model = str(resolve_model(model, revision=revision, token=token, progress=progress))
         revision = None
         _check_export(model, export, out, overwrite)
@@ -220,6 +245,8 @@ def quantize(
         group_size=group_size,
         hadamard=hadamard,
         fallback=not no_fallback,
+        target_bpw=target_bpw,
+        candidates=None if candidates is None else [c.strip() for c in candidates.split(",")],
         recipe=recipe,
         effort=effort,
         calibrate=calibrate,
@@ -239,6 +266,7 @@ def quantize(
         workers=workers,
         scheduler=scheduler,
         mixed_cpus=mixed_cpus,
+        stream_download=stream_download,
         progress=progress,
     )
     data, lines = report.to_dict(), _lines(report)
@@ -309,11 +337,12 @@ def _lines(report: Report) -> str:
             for r in report.rows
         ]
         return "\n".join([table(header, rows, right=(4, 5)), "", *report.lines()])
-    header = ["role", "scheme", "tensors", "weights", "bytes", "bpw", "rel. error"]
+    header = ["role", "scheme", "blocks", "tensors", "weights", "bytes", "bpw", "rel. error"]
     rows = [
         [
             r.role,
             r.scheme,
+            r.blocks,
             f"{r.tensors:,}",
             f"{r.parameters:,}",
             f"{r.nbytes:,}",
@@ -322,4 +351,4 @@ def _lines(report: Report) -> str:
         ]
         for r in report.roles()
     ]
-    return "\n".join([table(header, rows, right=(2, 3, 4, 5, 6)), "", *report.lines()])
+    return "\n".join([table(header, rows, right=(3, 4, 5, 6, 7)), "", *report.lines()])

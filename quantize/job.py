@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,29 +35,32 @@ from trapetum.formats.names import text_name
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
 from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
 from trapetum.formats.parts import Part
-from trapetum.formats.shard_layout import Shard, shard_layout
 from trapetum.hub import resolve_model
+from trapetum.hub_stream import HubStream, open_stream
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
+from trapetum.quantize.budget import allocate, budgeted
 from trapetum.quantize.card import model_card, read_front_matter
 from trapetum.quantize.cpu import require_one_cpu
-from trapetum.quantize.estimate import predict_seconds, probe
+from trapetum.quantize.forecast import forecast, shards_of
 from trapetum.quantize.identity import hash_files
 from trapetum.quantize.journal import Journal, RunLog
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
+from trapetum.quantize.routes import check_routes, check_stream
 from trapetum.quantize.schemes import scheme_from_spec
 from trapetum.quantize.share import Share
 from trapetum.quantize.statistics import Calibration, Statistics
 from trapetum.quantize.stream import quantize_tensors
+from trapetum.quantize.streamed import quantize_streamed
 from trapetum.quantize.survey import survey
 from trapetum.quantize.ternary import cost_note
 from trapetum.runtime.calibrate import TOKENS
 
 __all__ = ["Job", "Press", "companions", "leave_no_trace", "quantize_model", "surveyed"]
 
-SCAN_LIMIT = 64 * 10**9  # bytes of source that a dry run still reads to make its figures exact
+RECIPE = "recipe.toml"  # beside the weights where a budget was spent: gives the same bytes again
 Press = Callable[..., tuple[dict[str, Part], int]]
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
@@ -77,6 +80,8 @@ def quantize_model(
     group_size: int | None = None,
     hadamard: bool = False,
     fallback: bool = True,
+    target_bpw: float | None = None,
+    candidates: Sequence[str] | None = None,
     revision: str | None = None,
     token: str | None = None,
     overwrite: bool = False,
@@ -91,6 +96,7 @@ def quantize_model(
     calibrate: str | Path | None = None,
     calib_tokens: int | None = None,
     imatrix: str | Path | None = None,
+    stream_download: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize a checkpoint into an artifact folder.
@@ -101,7 +107,7 @@ def quantize_model(
         A folder (or one ``.safetensors`` or ``.gguf`` file), or a Hub id.
     out : str or Path, optional
         The artifact folder; ``NAME-trapetum-RECIPE`` in the current folder by default.
-    bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback
+    bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback, target_bpw, candidates
         See ``resolve_recipe``; 4 bits by default.
     threads : int, optional
         Worker threads; all usable CPUs by default. The bytes do not depend on it.
@@ -135,6 +141,9 @@ def quantize_model(
         Most tokens to take of it, 131,072 by default.
     imatrix : path-like, optional
         An importance matrix of llama.cpp, or second moments of ``trapetum imatrix --hessian``.
+    stream_download : bool
+        Fetch the weight files of a Hub id one after another and remove each when its tensors are done: the disk holds
+        two of them at most. The bytes are the same.
     progress : Progress, optional
 
     Returns
@@ -150,13 +159,15 @@ def quantize_model(
     share = Share.parse(part) if isinstance(part, str) else part
     if share is not None and share.count == 1:  # the whole
         share = None
-    _check_routes(share, workers, scheduler, resume)
+    check_routes(share, workers, scheduler, resume)
     calibration = _calibration(calibrate, calib_tokens, imatrix)
     if calibration is not None and (share is not None or workers is not None or scheduler is not None):
         raise RecipeError(
             "a job with calibration or an importance file is not spread over processes",
             hint="Leave out part, workers and scheduler.",
         )
+    if stream_download:
+        check_stream(model, share, workers, scheduler, calibrate)
     resolved = resolve_recipe(
         recipe,
         bits=bits,
@@ -167,9 +178,20 @@ def quantize_model(
         group_size=group_size,
         hadamard=hadamard,
         fallback=fallback,
+        target_bpw=target_bpw,
+        candidates=candidates,
     )
-    path = resolve_model(model, revision=revision, token=token, progress=progress)
-    with open_checkpoint(path) as source:
+    with contextlib.ExitStack() as stack:
+        stream = None
+        if stream_download:
+            stream = stack.enter_context(
+                open_stream(str(model), revision=revision, token=token, progress=progress)
+            )
+            source = stream.source
+        else:
+            path = resolve_model(model, revision=revision, token=token, progress=progress)
+            source = open_checkpoint(path)
+            stack.callback(source.close)
         name = _name(source)
         folder = Path(out) if out is not None else Path(f"{name}-trapetum-{resolved.name}")
         refuse_overlap(folder, [source.folder, *(f.path for f in source.files)])
@@ -177,6 +199,11 @@ def quantize_model(
         if state.artifact and not state.job and not (overwrite or dry_run):
             raise _finished(folder)
         plan = make_plan(source, resolved, any_architecture=any_architecture)
+        if stream is not None and budgeted(plan):
+            raise RecipeError(
+                "a bit budget looks at every tensor before the first is made, a streamed download has them one by one",
+                hint="Leave one of them out, or give a recipe that a run with the budget has left behind.",
+            )
         if (cost := cost_note(plan)) is not None:
             plan = replace(plan, notes=(*plan.notes, cost))
         if imatrix is not None:
@@ -184,7 +211,10 @@ def quantize_model(
                 plan = replace(plan, notes=(*plan.notes, *Statistics(file).notes(plan.rows)))
         budget = plan.budget(threads, max_memory)
         if dry_run:
-            return _dry_run(plan, budget, folder, max_shard_size, share, progress)
+            with open_statistics(imatrix) if imatrix is not None else contextlib.nullcontext() as file:
+                known = replace(plan, statistics=None if file is None else Statistics(file, plan.rotation))
+                plan = replace(allocate(known, budget.threads, progress), statistics=None)
+            return forecast(plan, budget, folder, max_shard_size, share, progress, remote=stream is not None)
         job = Job(
             plan,
             folder,
@@ -194,6 +224,7 @@ def quantize_model(
             progress,
             mixed_cpus,
             calibration=calibration,
+            stream=stream,
         )
         if share is not None:
             from trapetum.quantize.shared_job import run_share
@@ -218,19 +249,6 @@ def _calibration(
     return None if imatrix is None else Calibration(Path(imatrix))
 
 
-def _check_routes(share: Share | None, workers: int | None, scheduler: str | None, resume: bool) -> None:
-    """Ways to spread a job exclude each other."""
-    routes = {"part": share, "workers": workers, "scheduler": scheduler}
-    given = [name for name, value in routes.items() if value is not None]
-    if len(given) > 1:
-        raise RecipeError(f"{' and '.join(given)} exclude each other: each says where the whole work is done")
-    if share is not None and not resume:
-        raise RecipeError(
-            "a part cannot begin anew: it would discard the work of the other parts",
-            hint="Remove the output folder first, or leave --no-resume out.",
-        )
-
-
 def _finished(folder: Path) -> OutputError:
     return OutputError(
         f"{folder}: already holds a finished artifact",
@@ -239,49 +257,16 @@ def _finished(folder: Path) -> OutputError:
 
 
 def _name(source: AnyCheckpoint) -> str:
-    return str(_hub_identity(source.folder).get("repo", source.title)).rpartition("/")[2] or "model"
+    return str(_hub_identity(source.path).get("repo", source.title)).rpartition("/")[2] or "model"
 
 
-def _hub_identity(folder: Path) -> dict[str, str]:
-    """Repository and commit where the folder is a snapshot in a Hub cache (models--ORG--NAME/snapshots/COMMIT)."""
-    real = folder.resolve()
+def _hub_identity(path: Path) -> dict[str, str]:
+    """Repository and commit of a model in a snapshot of a Hub cache (models--ORG--NAME/snapshots/COMMIT)."""
+    real = (path if path.is_dir() else path.parent).resolve()
     if real.parent.name != "snapshots" or not real.parent.parent.name.startswith("models--"):
         return {}
     repo = real.parent.parent.name.removeprefix("models--").replace("--", "/")
     return {"repo": text_name(repo), "commit": text_name(real.name)}
-
-
-def _shards(plan: Plan, max_shard_size: int) -> list[Shard]:
-    return shard_layout({r.name: r.arrays for r in plan.rows}, max_shard_size)
-
-
-def _dry_run(
-    plan: Plan,
-    budget: MemoryBudget,
-    folder: Path,
-    max_shard_size: int,
-    share: Share | None,
-    progress: Progress,
-) -> Report:
-    if sum(r.source_nbytes for r in plan.rows) <= SCAN_LIMIT:
-        plan = survey(plan, budget, progress)
-    else:
-        note = "the source is too large to be read in a dry run: sizes assume that no tensor needs float32 codebooks"
-        plan = replace(plan, notes=(*plan.notes, note))
-    if share is not None:
-        mine = share.tensors(plan)
-        size = sum(plan.rows[i].source_nbytes for i in mine)
-        note = f"part {share} would make {len(mine)} of these tensors, from {size:,} bytes of the source"
-        plan = replace(plan, notes=(*plan.notes, note))
-    return Report(
-        folder,
-        plan,
-        {s.file: s.size for s in _shards(plan, max_shard_size)},
-        dry_run=True,
-        predicted_seconds=predict_seconds(plan, budget.threads, probe()),
-        predicted_memory=budget.peak,
-        notes=plan.notes,
-    )
 
 
 @dataclass
@@ -303,6 +288,8 @@ class Job:
     press : callable
         Makes the parts: ``quantize_tensors``, or the same on a cluster.
     calibration : Calibration, optional
+    stream : HubStream, optional
+        Where the weights come from file by file; the plan's source is its source.
     """
 
     plan: Plan
@@ -314,6 +301,7 @@ class Job:
     mixed_cpus: bool = False
     press: Press = quantize_tensors
     calibration: Calibration | None = None
+    stream: HubStream | None = None
     identity: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self, *, resume: bool = True, overwrite: bool = False) -> Report:
@@ -349,18 +337,25 @@ class Job:
                 log = RunLog(self.folder)
                 log.start(self.budget.threads)
                 with self._statistics():
-                    made, resumed = self.press(
-                        self.plan, self.parts, self.budget, log, self.progress, mixed_cpus=self.mixed_cpus
-                    )
+                    made, resumed = self._make(log)
                 self.assemble(made, log)
             manifest, _ = parse_manifest((self.folder / MANIFEST).read_bytes(), str(self.folder / MANIFEST))
             lock.release(remove=True)
         report = self.report(manifest["tensors"])
         return replace(report, seconds=time.monotonic() - started, resumed=resumed)
 
+    def _make(self, log: RunLog) -> tuple[dict[str, Part], int]:
+        """The parts that are not there yet; a plan that is surveyed on the way is settled after it."""
+        where = (self.plan, self.parts, self.budget, log, self.progress)
+        if self.stream is None:
+            return self.press(*where, mixed_cpus=self.mixed_cpus)
+        made, resumed, plan = quantize_streamed(self.stream, *where, self.mixed_cpus)
+        self.plan = replace(plan, statistics=self.plan.statistics)
+        return made, resumed
+
     @contextlib.contextmanager
-    def _statistics(self) -> Iterator[None]:
-        """What is known of the inputs is in the plan while tensors are made."""
+    def _statistics(self, aloud: bool = True) -> Iterator[None]:
+        """What is known of the inputs is in the plan while tensors are measured or made."""
         if self.calibration is None:
             yield
             return
@@ -372,7 +367,7 @@ class Job:
             self.plan.rotation,
         )
         with found.file:
-            if self.calibration.tokens is not None:
+            if aloud and self.calibration.tokens is not None:
                 for note in found.notes(self.plan.rows):
                     self.progress.note(note)
             self.plan = replace(self.plan, statistics=found)
@@ -404,11 +399,16 @@ class Job:
         self.identity = {**self._settings(), "source": self._source()}
         if stored is not None:
             self.journal.require_same(stored["identity"], self.identity)
-            self.plan = surveyed(self.plan, stored)
+            if self.stream is None:
+                self.plan = surveyed(self.plan, stored)
             return
-        self.plan = survey(self.plan, self.budget, self.progress)
-        largest = max(s.size for s in _shards(self.plan, self.max_shard_size))
-        require_space(self.folder, self.plan.nbytes + largest)
+        if self.stream is None:
+            with self._statistics(aloud=False) if budgeted(self.plan) else contextlib.nullcontext():
+                self.plan = allocate(self.plan, self.budget.threads, self.progress)
+            self.plan = survey(self.plan, self.budget, self.progress)
+        largest = max(s.size for s in shards_of(self.plan, self.max_shard_size))
+        coming = 0 if self.stream is None else self.stream.most_bytes
+        require_space(self.folder, self.plan.nbytes + largest + coming)
         self.journal.write(self.identity, self.plan)
 
     def _settings(self) -> dict[str, Any]:
@@ -427,9 +427,12 @@ class Job:
         """The source's name (and place on the Hub) and the hash of every file."""
         source = self.plan.source
         index = source.folder / INDEX
+        known = {} if self.stream is None else self.stream.hashes
         paths = [*(f.path for f in source.files), *companions(source), *([index] if index.is_file() else [])]
-        hashes = hash_files(paths, self.journal.hashes, self.budget.threads, self.progress)
-        return {"name": self.title, **_hub_identity(source.folder), "files": hashes}
+        here = [p for p in paths if p.name not in known]
+        hashes = hash_files(here, self.journal.hashes, self.budget.threads, self.progress)
+        hashes |= {text_name(p.name): known[p.name] for p in paths if p.name in known}
+        return {"name": self.title, **_hub_identity(source.path), "files": dict(sorted(hashes.items()))}
 
     def assemble(self, made: dict[str, Part], log: RunLog) -> None:
         """Make the artifact from the parts of all tensors; the caller holds the folder's lock."""
@@ -450,6 +453,8 @@ class Job:
         carried = read_front_matter(self.plan.source.folder)
         files: dict[str, bytes | Path] = {p.name: p for p in companions(self.plan.source)}
         files["config.json"] = artifact_config(self.plan.config, manifest)
+        if self.plan.recipe.target_bpw is not None:
+            files[RECIPE] = self.plan.recipe.to_toml().encode()
         files["README.md"] = model_card(self.report(entries), self.title, self.identity["source"], carried)
         log.add(event="assemble")
         log.seal()
@@ -458,7 +463,7 @@ class Job:
     def report(self, entries: Mapping[str, dict[str, Any]]) -> Report:
         """On the tensors with these manifest entries."""
         errors = {n: e["relative_error"] for n, e in entries.items() if e["relative_error"] is not None}
-        files = {s.file: s.size for s in _shards(self.plan, self.max_shard_size)}
+        files = {s.file: s.size for s in shards_of(self.plan, self.max_shard_size)}
         return Report(
             self.folder,
             self.plan,
@@ -483,7 +488,8 @@ def surveyed(plan: Plan, stored: Mapping[str, Any]) -> Plan:
         replace(r, wide=r.name in stored["wide"], scheme=scheme_from_spec(stored["schemes"][r.name]))
         for r in plan.rows
     )
-    return replace(plan, rows=rows, notes=tuple(stored["notes"]), scanned=True)
+    recipe = resolve_recipe(stored["recipe"])
+    return replace(plan, rows=rows, recipe=recipe, notes=tuple(stored["notes"]), scanned=True)
 
 
 def companions(source: AnyCheckpoint) -> list[Path]:

@@ -31,7 +31,7 @@ __all__ = ["Journal", "RunLog", "first_difference"]
 
 _STATE = "job.json"
 _HASHES = "source.json"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Journal:
         except (OSError, ValueError):
             return None
         whole = isinstance(data, dict) and data.get("version") == _VERSION
-        keys = {"identity": dict, "wide": list, "schemes": dict, "notes": list, "model": str}
+        keys = {"identity": dict, "recipe": dict, "wide": list, "schemes": dict, "notes": list, "model": str}
         return data if whole and all(isinstance(data.get(k), t) for k, t in keys.items()) else None
 
     def write(self, identity: Mapping[str, Any], plan: Plan) -> None:
@@ -66,6 +66,7 @@ class Journal:
         data = {
             "version": _VERSION,
             "identity": dict(identity),
+            "recipe": plan.recipe.resolved(),  # with the choices of a budget, which the identity's leaves open
             "wide": [r.name for r in plan.rows if r.wide],
             "schemes": {r.name: r.scheme.spec() for r in plan.rows},
             "notes": list(plan.notes),

@@ -10,6 +10,9 @@
     levels = 3                      # of scheme ternary: 3 | 4
     group_size = 128                # of scheme ternary: 128 | 64
     hadamard = false                # fold a rotation into ternary weights
+    target_bpw = 4.0                # optional: a budget; rules without bits and scheme are then open (quantize.budget)
+    candidates = ["kmeans"]         # optional: schemes that open tensors may take
+    tie = ["gate_up", "experts"]    # what of a layer takes one scheme under a budget; also "qkv"
     fallback = ["gguf:Q8_0"]        # optional: what rows that do not fit a scheme take; [] refuses them
     seed = 0
 
@@ -57,8 +60,10 @@ from trapetum.quantize.schemes import (
     check_scheme_name,
 )
 from trapetum.quantize.ternary import Ternary
+from trapetum.quantize.ternary_intake import AsIs
 
 __all__ = [
+    "ADDITIVE_BELOW",
     "ADDITIVE_BITS",
     "DEFAULT_RULES",
     "GROUPS",
@@ -71,6 +76,7 @@ __all__ = [
     "resolve_recipe",
 ]
 
+Tie = Literal["qkv", "gate_up", "experts"]
 Kind = Literal[
     "embed", "q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up", "head", "norm", "bias", "router",
     "vector", "buffer", "other", "attention", "mlp", "experts", "linear",
@@ -90,6 +96,9 @@ ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
 
 TERNARY_BITS = 1.58
 """What ``bits`` calls ternary weights: log2(3), to two places."""
+
+ADDITIVE_BELOW = 3.5
+"""Budgets below this many bits a weight consider additive codebooks, too."""
 
 ADDITIVE_BITS = 2
 """The ``bits`` of a call that mean additive codebooks where no scheme is named."""
@@ -153,6 +162,11 @@ class Rule(BaseModel):
             raise ValueError("keep = true cannot go with scheme, bits, effort, levels or group_size")
         return self
 
+    @property
+    def open(self) -> bool:
+        """Whether a bit budget chooses the scheme of what this rule selects."""
+        return not (self.keep or self.scheme or self.bits or self.levels or self.group_size)
+
     @cached_property
     def _layer_ranges(self) -> list[tuple[int, int]]:
         pairs = [part.partition("-") for part in (self.layers or "").split(",") if part]
@@ -206,6 +220,9 @@ class Recipe(BaseModel):
     levels: int = 3
     group_size: int = 128
     hadamard: bool = False
+    target_bpw: float | None = Field(default=None, gt=0, le=16, strict=False)
+    candidates: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
+    tie: tuple[Tie, ...] = Field(default=("gate_up", "experts"), strict=False)
     fallback: tuple[str, ...] | None = Field(default=None, strict=False)
     seed: int = Field(default=0, ge=0)
     rules: tuple[Rule, ...] = Field(default=(), strict=False)
@@ -214,6 +231,13 @@ class Recipe(BaseModel):
     @classmethod
     def _scheme(cls, value: str) -> str:
         return check_scheme_name(value)
+
+    @field_validator("candidates")
+    @classmethod
+    def _candidates(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and AsIs.name in value:
+            raise ValueError(f"{AsIs.name} is found in the weights, not chosen")
+        return value if value is None else tuple(check_scheme_name(v) for v in value)
 
     @field_validator("fallback")
     @classmethod
@@ -260,8 +284,33 @@ class Recipe(BaseModel):
             "hadamard": self.hadamard,
             "fallback": None if self.fallback is None else list(self.fallback),
             "seed": self.seed,
+            **({} if self.target_bpw is None else self._budget()),
             "rules": [r.model_dump(exclude_defaults=True) for r in self.rules],
         }
+
+    def _budget(self) -> dict[str, Any]:
+        return {
+            "target_bpw": self.target_bpw,
+            "candidates": None if self.candidates is None else list(self.candidates),
+            "tie": list(self.tie),
+        }
+
+    def to_toml(self) -> str:
+        """A file that :func:`load_recipe` reads as this recipe."""
+        found = {**self.resolved(), "description": self.description}
+        rules = found.pop("rules")
+        lines = [
+            f"{k} = {json.dumps(v, ensure_ascii=False)}"
+            for k, v in found.items()
+            if v is not None and v != ""
+        ]
+        for rule in rules:
+            lines += [
+                "",
+                "[[rules]]",
+                *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in rule.items()),
+            ]
+        return "\n".join(lines) + "\n"
 
 
 def list_recipes() -> dict[str, str]:
@@ -314,6 +363,8 @@ def resolve_recipe(
     group_size: int | None = None,
     hadamard: bool = False,
     fallback: bool = True,
+    target_bpw: float | None = None,
+    candidates: Sequence[str] | None = None,
 ) -> Recipe:
     """Merge a recipe with the options of a call and append the default rules.
 
@@ -323,11 +374,15 @@ def resolve_recipe(
         A shipped name, a file, or the content; without one, the shipped recipe for ``scheme`` or ``bits`` is taken.
     bits : float, optional
         Replaces the recipe's top-level ``bits``; 4 when there is no recipe either (2 for scheme additive). 1.58 means
-        scheme ternary, and 2 without a scheme means additive.
+        scheme ternary, 2 without a scheme means additive, and another fraction is a ``target_bpw``.
     scheme, effort, seed, levels, group_size, hadamard
         Replace the recipe's; ``"default"``, 0, None and False leave them as they are.
     fallback : bool
         False refuses tensors that do not fit their scheme, whatever the recipe says.
+    target_bpw : float, optional
+        Stored bits a weight over all quantized tensors, see ``quantize.budget``; excludes ``bits``.
+    candidates : sequence of str, optional
+        Schemes that the budget may choose; the one of ``scheme`` where that is given.
 
     Raises
     ------
@@ -338,9 +393,17 @@ def resolve_recipe(
         bits, scheme = None, Ternary.name
     if bits == ADDITIVE_BITS and scheme is None:
         scheme = Additive.name
+    if isinstance(bits, float) and not bits.is_integer() and scheme in (None, *BITS):
+        if target_bpw is not None:
+            raise RecipeError(f"bits {bits:g} and target_bpw {target_bpw:g} exclude each other")
+        bits, target_bpw = None, bits
+    if target_bpw is not None:
+        candidates = _check_budget(bits, scheme, candidates)
     width = None if bits is None else _whole_bits(bits, scheme)
     if recipe is None:
         recipe = _default_recipe(scheme, width)
+        if target_bpw is not None:
+            recipe = Recipe(name=f"{target_bpw:g}bpw")
     if isinstance(recipe, dict):
         recipe = _validated(recipe, "", default_name="custom")
     base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -350,6 +413,8 @@ def resolve_recipe(
         "levels": levels,
         "group_size": group_size,
         "seed": seed or None,
+        "target_bpw": target_bpw,
+        "candidates": None if candidates is None else tuple(candidates),
     }
     changes: dict[str, Any] = {k: v for k, v in wanted.items() if v is not None}
     if effort != "default":
@@ -372,6 +437,23 @@ def resolve_recipe(
             raise RecipeError(f"{where}: {e.message}", hint=e.hint) from e
     _check_ternary_options(levels, group_size, result.hadamard, schemes)
     return result
+
+
+def _check_budget(
+    bits: float | None, scheme: str | None, candidates: Sequence[str] | None
+) -> Sequence[str] | None:
+    """The candidates that a call with a budget means."""
+    if bits is not None:
+        raise RecipeError(
+            "bits and target_bpw exclude each other: a budget chooses the bits of each tensor",
+            hint="Give one of them; rules of a recipe may fix the bits of single tensors.",
+        )
+    if scheme is not None and scheme not in BITS and candidates is None:
+        raise RecipeError(
+            f"target_bpw with scheme {scheme}: one scheme leaves nothing to choose",
+            hint=f"Use {' or '.join(BITS)}, or name several candidates.",
+        )
+    return (scheme,) if candidates is None and scheme is not None else candidates
 
 
 def _default_recipe(scheme: str | None, bits: int | None) -> Recipe | str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ class RoleSummary:
     tensors, parameters, nbytes : int
     relative_error : float or None
         Mean over the tensors, weighted by their parameters; None for what is kept.
+    blocks : str
+        Numbers of their blocks, such as ``0-2,5``.
     """
 
     role: str
@@ -30,6 +32,7 @@ class RoleSummary:
     parameters: int
     nbytes: int
     relative_error: float | None
+    blocks: str = ""
 
     @property
     def bpw(self) -> float:
@@ -130,6 +133,7 @@ class Report:
                 sum(r.parameters for r in rows),
                 sum(r.nbytes for r in rows),
                 _mean([r for r in rows if r.name in self.errors], self.errors),
+                _ranges(sorted({r.role.layer for r in rows if r.role.layer is not None})),
             )
             for (role, scheme), rows in groups.items()
         ]
@@ -181,6 +185,17 @@ class Report:
         if self.share is not None:
             out.append(f"when all parts are done: trapetum merge {self.out}")
         return out
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-2,5`` of 0, 1, 2, 5."""
+    found: list[tuple[int, int]] = []
+    for n in numbers:
+        if found and n == found[-1][1] + 1:
+            found[-1] = (found[-1][0], n)
+        else:
+            found.append((n, n))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def _mean(rows: list[PlanRow], errors: Mapping[str, float]) -> float | None:
