@@ -1,0 +1,1 @@
+"""CUDA kernels: sources shipped with the package, compiled for the card at hand when they are first used."""

@@ -1,0 +1,153 @@
+// Codebooks of up to 16 entries a row: y = W x straight from the tiles "codebook4-v1" (docs/formats/planes.md).
+//
+// A code byte is two consecutive inputs of one row. A block expands the entries of 64 rows into a table of all 256 pairs,
+// 64 columns wide, in shared memory: a code byte turns into the address of its pair by one byte permutation, into two
+// weights by one load that no bank conflict slows (a lane has its own columns), and into products by tensor cores, which
+// keep float32 sums. Two instructions a byte; two FMAs on halves, folded into float32, took five and lost bits.
+//
+// Tensor cores want four lanes to hold one row; here each lane holds two rows of its own. So B is block diagonal: the
+// inputs of lane t of a quad meet activations only in columns t and t + 4, which are two tokens. One instruction
+// multiplies 64 rows by 4 inputs for 2 tokens; 16 tokens take eight of them on the same decoded weights.
+#include "partition.cuh"
+
+#define ROWS 64            // of a tile
+#define UNIT_INPUTS 16
+#define UNIT_BYTES 512     // 32 lanes, 16 bytes each
+#define TABLE_BYTES 65536
+
+// table[pair code][column] of the tile's rows; columns 0..31 are rows 0..31 and 32..63 the others.
+template <bool BF16> DEVICE void expand_table(u32* table, const u16* entries, int tile) {
+    const int column = threadIdx.x & 63, part = threadIdx.x >> 6, parts = blockDim.x >> 6;
+    const u16* row = entries + ((u64)tile * ROWS + column) * 16;
+    const uint4 first = ((const uint4*)row)[0], second = ((const uint4*)row)[1];
+    u32 e[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) e[i] = table_pair<BF16>(e[i]);
+    for (int high = part; high < 16; high += parts) {
+        const u32 odd = table_entry<BF16>(row[high]);
+        u32* to = table + high * 16 * 64 + column;
+#pragma unroll
+        for (int low = 0; low < 16; ++low)
+            to[low * 64] = low & 1 ? __byte_perm(e[low / 2], odd, 0x5432) : low_halves(e[low / 2], odd);
+    }
+}
+
+DEVICE u32 look_up(const u8* table, u32 offset) { return *(const u32*)(table + offset); }
+
+DEVICE void inputs(const u16* x, const Work& work, int k, bool owner, int token, uint4& low, uint4& high) {
+    const u16* row = x + (u64)token * work.in_features;
+    const bool wanted = owner && token < work.tokens;
+    low = load_inputs(row, k, work.in_features, work.aligned, wanted);
+    high = load_inputs(row, k + 8, work.in_features, work.aligned, wanted);
+}
+
+template <bool BF16, int PAIRS>  // PAIRS of tokens
+DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sums sums, Work work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ u32 flag;
+    constexpr int AHEAD = PAIRS > 1 ? 2 : 3;  // units on their way from memory, in registers
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const bool owner = (g & 3) == t;  // lanes whose part of B is not zero
+    const u32 column = lane * 4;
+    const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
+
+    uint4 coming[AHEAD];
+    const u8* at = codes + (u64)(first + warp) * UNIT_BYTES + lane * 16;
+    int next = first + warp;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i, next += warps, at += (u64)warps * UNIT_BYTES)
+        if (next < last) coming[i] = load_once(at);
+
+    int unit = first + warp;
+    for (int from = first; from < last;) {
+        const int tile = from / work.per_tile;
+        const int to = min(last, (tile + 1) * work.per_tile);
+        expand_table<BF16>((u32*)shared, entries, tile);
+        __syncthreads();
+
+        float acc[PAIRS][4] = {};
+        for (; unit < to; unit += warps) {
+            const u32 word[4] = {coming[0].x, coming[0].y, coming[0].z, coming[0].w};
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
+            if (next < last) coming[AHEAD - 1] = load_once(at);
+            next += warps;
+            at += (u64)warps * UNIT_BYTES;
+
+            const int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
+            uint4 low, high;
+            inputs(x, work, k, owner, g >> 2, low, high);
+            u32 a[4][4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                a[i][0] = look_up(shared, table_offset(word[i], column, 0));
+                a[i][2] = look_up(shared, table_offset(word[i], column, 1));
+                a[i][1] = look_up(shared, table_offset(word[i], column + 128, 2));
+                a[i][3] = look_up(shared, table_offset(word[i], column + 128, 3));
+            }
+#pragma unroll
+            for (int p = 0; p < PAIRS; ++p) {
+                multiply<BF16>(acc[p], a[0], low.x, low.y);
+                multiply<BF16>(acc[p], a[1], low.z, low.w);
+                multiply<BF16>(acc[p], a[2], high.x, high.y);
+                multiply<BF16>(acc[p], a[3], high.z, high.w);
+                if (p + 1 < PAIRS) inputs(x, work, k, owner, 2 * p + 2 + (g >> 2), low, high);
+            }
+        }
+
+        // Column n of the products is token n / 4 of the pair and row 4g + n % 4 (and 32 more).
+        __syncthreads();
+        float* mine = (float*)shared + warp * (2 * PAIRS * ROWS);
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                mine[(2 * p + (t >> 1)) * ROWS + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[p][i];
+        __syncthreads();
+        settle<BlockTeam>(
+            work, sums, tile, from, to, ROWS * work.tokens, &flag,
+            [&](int i) {
+                float sum = 0.f;
+                for (int w = 0; w < warps; ++w) sum += ((const float*)shared)[w * (2 * PAIRS * ROWS) + i];
+                return sum;
+            },
+            [&](int i, float sum) {
+                const int row = tile * ROWS + i % ROWS;
+                if (row < work.rows) store(y, work.out_kind, (u64)(i / ROWS) * work.rows + row, sum);
+            });
+        __syncthreads();
+        from = to;
+    }
+}
+
+#define GEMV(NAME, BF16, PAIRS)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(512, PAIRS > 4 ? 1 : 2)                                              \
+    NAME(const u8* codes, const u16* entries, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {       \
+        gemv<BF16, PAIRS>(codes, entries, x, y, Sums{partial, arrived}, WORK);                                        \
+    }
+GEMV(codebook4_gemv_f16_2, false, 1)
+GEMV(codebook4_gemv_f16_4, false, 2)
+GEMV(codebook4_gemv_f16_8, false, 4)
+GEMV(codebook4_gemv_f16_16, false, 8)
+GEMV(codebook4_gemv_bf16_2, true, 1)
+GEMV(codebook4_gemv_bf16_4, true, 2)
+GEMV(codebook4_gemv_bf16_8, true, 4)
+GEMV(codebook4_gemv_bf16_16, true, 8)
+
+// Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 16 inputs of a row.
+extern "C" __global__ void codebook4_rows(const u8* codes, const u16* entries, const int* ids, int count, void* out,
+                                          WORK_PARAMETERS) {
+    const Work work = WORK;
+    const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const int i = (int)(thread / work.per_tile), k = (int)(thread % work.per_tile) * UNIT_INPUTS;
+    if (i >= count) return;
+    const int row = ids ? ids[i] : i;
+    const int lane = row & 31, half = row >> 5 & 1;
+    const u8* unit = codes + ((u64)(row / ROWS) * work.per_tile + k / UNIT_INPUTS) * UNIT_BYTES + lane * 16;
+    for (int j = 0; j < UNIT_INPUTS && k + j < work.in_features; ++j) {
+        const u32 pair = row < 0 || row >= work.rows ? 0 : unit[j / 4 * 4 + half * 2 + j / 2 % 2];
+        const u16 entry = row < 0 || row >= work.rows ? 0x7e00 : entries[(u64)row * 16 + (j & 1 ? pair >> 4 : pair & 15)];
+        store(out, work.out_kind, (u64)i * work.in_features + k + j, half_to_float(entry));
+    }
+}

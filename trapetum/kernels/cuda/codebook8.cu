@@ -1,0 +1,158 @@
+// Codebooks of 17 to 256 entries a row: y = W x straight from the tiles "codebook8-v1" (docs/formats/planes.md).
+//
+// A code is one input of one row, its entry one half. The tables of 128 rows lie in shared memory as the file has them:
+// row c of the table holds entry c of all of them, two rows to a 32-bit column, so that a lane's loads stay in its own
+// bank: it takes the low half for one row and the high half for another. The rest is as in codebook4.cu.
+#include "partition.cuh"
+
+#define ROWS 128           // of a tile
+#define UNIT_INPUTS 8
+#define UNIT_BYTES 1024    // [64-row half][lane][16 bytes]
+#define TABLE_BYTES 65536
+
+template <bool BF16> DEVICE void load_table(uint4* table, const u32* tables, int tile) {
+    const uint4* from = (const uint4*)(tables + (u64)tile * (TABLE_BYTES / 4));
+    for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
+        uint4 v = from[i];
+        table[i] = make_uint4(table_pair<BF16>(v.x), table_pair<BF16>(v.y), table_pair<BF16>(v.z), table_pair<BF16>(v.w));
+    }
+}
+
+DEVICE u32 look_up(const u8* table, u32 offset) { return *(const u32*)(table + offset); }
+
+// Two rows by four inputs: words of codes -> the operand of the tensor cores.
+DEVICE void decode(u32 (&a)[4], const u8* table, u32 column, u32 low_row, u32 high_row) {
+    u32 v[4], u[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = look_up(table, table_offset(low_row, column, j));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) u[j] = look_up(table, table_offset(high_row, column, j));
+    a[0] = low_halves(v[0], v[1]);
+    a[2] = low_halves(v[2], v[3]);
+    a[1] = high_halves(u[0], u[1]);
+    a[3] = high_halves(u[2], u[3]);
+}
+
+template <bool BF16, int PAIRS>  // PAIRS of tokens
+DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums sums, Work work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ u32 flag;
+    constexpr int AHEAD = 2;  // units on their way from memory, in registers
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const bool owner = (g & 3) == t;  // lanes whose part of B is not zero
+    const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
+
+    uint4 coming[AHEAD][2];
+    const u8* at = codes + (u64)(first + warp) * UNIT_BYTES + lane * 16;
+    int next = first + warp;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i, next += warps, at += (u64)warps * UNIT_BYTES)
+        if (next < last) {
+            coming[i][0] = load_once(at);
+            coming[i][1] = load_once(at + 512);
+        }
+
+    int unit = first + warp;
+    for (int from = first; from < last;) {
+        const int tile = from / work.per_tile;
+        const int to = min(last, (tile + 1) * work.per_tile);
+        load_table<BF16>((uint4*)shared, tables, tile);
+        __syncthreads();
+
+        float acc[2][PAIRS][4] = {};
+        for (; unit < to; unit += warps) {
+            const uint4 now[2] = {coming[0][0], coming[0][1]};
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) {
+                coming[i][0] = coming[i + 1][0];
+                coming[i][1] = coming[i + 1][1];
+            }
+            if (next < last) {
+                coming[AHEAD - 1][0] = load_once(at);
+                coming[AHEAD - 1][1] = load_once(at + 512);
+            }
+            next += warps;
+            at += (u64)warps * UNIT_BYTES;
+
+            const int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const u32 column = lane * 4 + half * 128;
+                u32 a[2][4];
+                decode(a[0], shared, column, now[half].x, now[half].y);
+                decode(a[1], shared, column, now[half].z, now[half].w);
+#pragma unroll
+                for (int p = 0; p < PAIRS; ++p) {
+                    const int token = 2 * p + (g >> 2);
+                    const uint4 b = load_inputs(x + (u64)token * work.in_features, k, work.in_features, work.aligned,
+                                                owner && token < work.tokens);
+                    multiply<BF16>(acc[half][p], a[0], b.x, b.y);
+                    multiply<BF16>(acc[half][p], a[1], b.z, b.w);
+                }
+            }
+        }
+
+        // Column n of the products is token n / 4 of the pair and row 4g + n % 4 (and 32 more) of the half.
+        __syncthreads();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float* mine = (float*)shared + warp * (2 * PAIRS * 64);
+#pragma unroll
+            for (int p = 0; p < PAIRS; ++p)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    mine[(2 * p + (t >> 1)) * 64 + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[half][p][i];
+            __syncthreads();
+            // The sums of the warps take the place of the first warp's.
+            for (int i = threadIdx.x; i < 64 * work.tokens; i += blockDim.x) {
+                float sum = 0.f;
+                for (int w = 0; w < warps; ++w) sum += ((const float*)shared)[w * (2 * PAIRS * 64) + i];
+                ((float*)shared)[TABLE_BYTES / 4 + half * 64 * work.tokens + i] = sum;
+            }
+            __syncthreads();
+        }
+        settle<BlockTeam>(
+            work, sums, tile, from, to, ROWS * work.tokens, &flag,
+            [&](int i) { return ((const float*)shared)[TABLE_BYTES / 4 + i]; },
+            [&](int i, float sum) {
+                const int half = i / (64 * work.tokens), token = i / 64 % work.tokens;
+                const int row = tile * ROWS + half * 64 + i % 64;
+                if (row < work.rows) store(y, work.out_kind, (u64)token * work.rows + row, sum);
+            });
+        __syncthreads();
+        from = to;
+    }
+}
+
+#define GEMV(NAME, BF16, PAIRS)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(512, PAIRS > 2 ? 1 : 2)                                              \
+    NAME(const u8* codes, const u32* tables, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {        \
+        gemv<BF16, PAIRS>(codes, tables, x, y, Sums{partial, arrived}, WORK);                                         \
+    }
+GEMV(codebook8_gemv_f16_2, false, 1)
+GEMV(codebook8_gemv_f16_4, false, 2)
+GEMV(codebook8_gemv_f16_8, false, 4)
+GEMV(codebook8_gemv_f16_16, false, 8)
+GEMV(codebook8_gemv_bf16_2, true, 1)
+GEMV(codebook8_gemv_bf16_4, true, 2)
+GEMV(codebook8_gemv_bf16_8, true, 4)
+GEMV(codebook8_gemv_bf16_16, true, 8)
+
+// Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 8 inputs of a row.
+extern "C" __global__ void codebook8_rows(const u8* codes, const u32* tables, const int* ids, int count, void* out,
+                                          WORK_PARAMETERS) {
+    const Work work = WORK;
+    const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    const int i = (int)(thread / work.per_tile), k = (int)(thread % work.per_tile) * UNIT_INPUTS;
+    if (i >= count) return;
+    const int row = ids ? ids[i] : i;
+    const bool inside = row >= 0 && row < work.rows;
+    const int lane = row & 31, high = row >> 5 & 1, half = row >> 6 & 1;
+    const u8* unit = codes + ((u64)(row / ROWS) * work.per_tile + k / UNIT_INPUTS) * UNIT_BYTES + half * 512 + lane * 16;
+    const u16* table = (const u16*)(tables + (u64)(row / ROWS) * (TABLE_BYTES / 4)) + (half * 32 + lane) * 2 + high;
+    for (int j = 0; j < UNIT_INPUTS && k + j < work.in_features; ++j) {
+        const u16 entry = inside ? table[(int)unit[(j / 4 * 2 + high) * 4 + j % 4] * 128] : 0x7e00;
+        store(out, work.out_kind, (u64)i * work.in_features + k + j, half_to_float(entry));
+    }
+}

@@ -1,0 +1,451 @@
+"""Linear layers on the card: ``y = x W^T`` from weights exactly as a planes file stores them.
+
+:func:`cuda_linear` uploads the bytes of a planes tensor and returns a :class:`CudaLinear`. Its ``multiply`` takes 1 to 16
+tokens to the matrix-vector kernels; each launch writes every element of the result and gives the same bits every time.
+Float16 and bfloat16 are said by the dtype of ``x`` and ``out``: NumPy has no bfloat16, so ``uint16`` means its bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.errors import KernelUnavailable
+from trapetum.formats import planes, tiles
+from trapetum.kernels.cuda.module import Kernel, card, import_cupy, kernels
+from trapetum.kernels.cuda.workspace import Workspace
+
+__all__ = ["LAYOUTS", "MOST_TOKENS", "CudaLinear", "cuda_linear", "out_kind"]
+
+MOST_TOKENS = 16
+"""Tokens that one launch of a matrix-vector kernel takes."""
+
+_KINDS = {"float16": 0, "uint16": 1, "bfloat16": 1, "float32": 2}
+_ACTIVATIONS = {"float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
+
+
+def out_kind(array: Any) -> np.int32:
+    """The number by which kernels know the dtype of their output.
+
+    Raises
+    ------
+    ValueError
+        If it is none of float16, uint16 (bfloat16 bits), float32.
+    """
+    if array.dtype.name not in _KINDS:
+        raise ValueError(f"{array.dtype} cannot be written; float16, uint16 (bfloat16 bits) and float32 can")
+    return np.int32(_KINDS[array.dtype.name])
+
+
+class Launch(NamedTuple):
+    """How many blocks take how much of a matrix; see ``partition.cuh``."""
+
+    kernel: Kernel
+    grid: tuple[int]
+    threads: int
+    shared: int
+    steps: np.int32
+    step_units: np.int32
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was chosen by measurement for one kernel.
+
+    Parameters
+    ----------
+    threads : int
+        A block.
+    resident : int
+        Most blocks on a multiprocessor.
+    coarse : int
+        Shares of blocks are multiples of a ``coarse``-th of a tile, where that divides; 0: of one unit.
+    """
+
+    threads: int
+    resident: int
+    coarse: int = 0
+
+
+class CudaLinear(ABC):
+    """One matrix on the card; made by :func:`cuda_linear`.
+
+    Parameters
+    ----------
+    data : cupy.ndarray of uint8, shape (bytes,)
+        The planes tensor as it is stored.
+    rows, in_features : int
+        N and K.
+    entries : int
+        As in the file's description: codebook size, number of codebooks, or 0.
+    workspace : Workspace
+        Scratch memory; launches that share one must be on one stream.
+    """
+
+    layout: ClassVar[str]
+    tile: ClassVar[tuple[int, int]]
+    """Rows of a tile, and inputs of a unit."""
+    family: ClassVar[str]
+    """What the names of its kernels begin with."""
+    buckets: ClassVar[tuple[int, ...]]
+    """Numbers of tokens for which there is a kernel."""
+    tuning: Mapping[int, Tuning]
+
+    def __init__(self, data: Any, rows: int, in_features: int, entries: int, workspace: Workspace) -> None:
+        self.data = data
+        self.rows = rows
+        self.in_features = in_features
+        self.entries = entries
+        self.workspace = workspace
+        self._launches: dict[tuple[str, int], Launch] = {}
+        workspace.reserve_tiles(self.row_tiles)
+
+    @property
+    def unit_inputs(self) -> int:
+        """Inputs of a unit."""
+        return self.tile[1]
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles along the rows."""
+        return -(-self.rows // self.tile[0])
+
+    @property
+    def per_tile(self) -> int:
+        """Units of a tile."""
+        return -(-self.in_features // self.unit_inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a matrix-vector product reads."""
+        return int(self.data.nbytes)
+
+    @property
+    @abstractmethod
+    def source(self) -> str:
+        """Key of ``module.SOURCES``."""
+
+    @abstractmethod
+    def shared(self, tokens: int, threads: int) -> int:
+        """Dynamic shared memory of a block that multiplies ``tokens``."""
+
+    @abstractmethod
+    def pointers(self) -> tuple[Any, ...]:
+        """The weights' arguments of every kernel."""
+
+    def kernel_name(self, activations: str, bucket: int) -> str:
+        """Name in the source."""
+        return f"{self.family}_gemv_{activations}_{bucket}"
+
+    def multiply(self, x: Any, out: Any = None, stream: Any = None) -> Any:
+        """``x W^T``.
+
+        Parameters
+        ----------
+        x : cupy.ndarray of float16 or uint16 (bfloat16 bits), shape (tokens, in_features)
+            Rows one after the other in memory.
+        out : cupy.ndarray of float16, uint16 or float32, shape (tokens, rows), optional
+            Like ``x`` by default.
+        stream : cupy.cuda.Stream, optional
+            The current one by default.
+
+        Returns
+        -------
+        cupy.ndarray
+            ``out``.
+
+        Raises
+        ------
+        ValueError
+            If shapes or dtypes do not fit.
+        """
+        cupy = import_cupy()
+        self._check(x)
+        tokens = x.shape[0]
+        if out is None:
+            out = cupy.empty((tokens, self.rows), x.dtype)
+        if out.shape != (tokens, self.rows) or not out.flags.c_contiguous:
+            raise ValueError(f"out has shape {out.shape}; contiguous {(tokens, self.rows)} is needed")
+        for first in range(0, tokens, MOST_TOKENS):
+            self._multiply_few(x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS], stream)
+        return out
+
+    def _check(self, x: Any) -> None:
+        if x.ndim != 2 or x.shape[1] != self.in_features or not x.flags.c_contiguous:
+            raise ValueError(f"x has shape {x.shape}; contiguous (tokens, {self.in_features}) is needed")
+        if x.dtype.name not in _ACTIVATIONS:
+            raise ValueError(f"x is {x.dtype}; float16 and uint16 (bfloat16 bits) are multiplied")
+
+    def _multiply_few(self, x: Any, out: Any, stream: Any) -> None:
+        tokens = x.shape[0]
+        bucket = next(b for b in self.buckets if tokens <= b)
+        launch = self._launch(_ACTIVATIONS[x.dtype.name], bucket)
+        aligned = x.data.ptr % 16 == 0 and self.in_features % 8 == 0
+        arguments = (*self.pointers(), x, out, *self._common(launch, tokens, out, aligned))
+        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream)
+
+    def _common(self, launch: Launch, tokens: int, out: Any, aligned: bool) -> tuple[Any, ...]:
+        """Workspace, and the fields of ``Work``."""
+        work = self._work(tokens, out_kind(out), aligned)
+        return (self.workspace.partial, self.workspace.arrived, launch.steps, launch.step_units, *work)
+
+    def _work(self, tokens: int, kind: np.int32, aligned: bool) -> tuple[Any, ...]:
+        numbers = (self.per_tile, self.rows, self.in_features, tokens, kind, aligned)
+        return tuple(np.int32(n) for n in numbers)
+
+    def _launch(self, activations: str, bucket: int) -> Launch:
+        found = self._launches.get((activations, bucket))
+        if found is None:
+            found = self._launches[activations, bucket] = self._plan(activations, bucket)
+        return found
+
+    def _plan(self, activations: str, bucket: int) -> Launch:
+        device = card()
+        tuning = self.tuning[bucket]
+        kernel = kernels(self.source)[self.kernel_name(activations, bucket)]
+        shared = self.shared(bucket, tuning.threads)
+        resident = min(kernel.resident(tuning.threads, shared), tuning.resident)
+        if not resident:
+            raise KernelUnavailable(f"{kernel.name} does not fit on a multiprocessor of {device.name}")
+        units = self.row_tiles * self.per_tile
+        step = self.per_tile // tuning.coarse if tuning.coarse and self.per_tile % tuning.coarse == 0 else 1
+        blocks = min(device.processors * resident, units // step)
+        while units // step * blocks >= 1 << 32:  # what 32 bits can say, see Work
+            step = self.per_tile
+            blocks = min(blocks, units // step)
+        self.workspace.reserve_partial(blocks * 2 * self.tile[0] * bucket)
+        return Launch(kernel, (blocks,), tuning.threads, shared, np.int32(units // step), np.int32(step))
+
+    def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
+        """Rows of the matrix, decoded: an embedding look-up.
+
+        Parameters
+        ----------
+        ids : cupy.ndarray of int32, shape (count,), or None for all rows in order
+        out : cupy.ndarray of float16, uint16 (bfloat16 bits) or float32, shape (count, in_features)
+            Rows that do not exist become NaN.
+        stream : cupy.cuda.Stream, optional
+        """
+        count = self.rows if ids is None else ids.shape[0]
+        if out.shape != (count, self.in_features) or not out.flags.c_contiguous:
+            raise ValueError(f"out has shape {out.shape}; contiguous {(count, self.in_features)} is needed")
+        kernel = kernels(self.source)[f"{self.family}_rows"]
+        threads = count * self.row_threads
+        arguments = (
+            *self.pointers(),
+            np.uintp(0) if ids is None else ids,
+            np.int32(count),
+            out,
+            np.int32(0),
+            np.int32(0),
+            *self._work(0, out_kind(out), False),
+        )
+        kernel.launch((max(1, -(-threads // 256)),), 256, arguments, 0, stream)
+        return out
+
+    @property
+    def row_threads(self) -> int:
+        """Threads that decode one row."""
+        return self.per_tile
+
+
+class Codebook4Linear(CudaLinear):
+    """``codebook4-v1``."""
+
+    layout = tiles.Codebook4Tiles.layout
+    tile = (64, 16)
+    buckets = (2, 4, 8, 16)
+    family = source = "codebook4"
+    tuning: Mapping[int, Tuning] = {
+        2: Tuning(512, 2),
+        4: Tuning(512, 2),
+        8: Tuning(512, 2),
+        16: Tuning(512, 1),
+    }
+
+    def shared(self, tokens: int, threads: int) -> int:
+        """The table of pairs; sums of warps take its place."""
+        return max(65536, threads // 32 * tokens * 64 * 4)
+
+    def pointers(self) -> tuple[Any, ...]:
+        """Codes and entries."""
+        at = self.row_tiles * self.per_tile * 512
+        return self.data, self.data[at:]
+
+
+class Codebook8Linear(CudaLinear):
+    """``codebook8-v1``."""
+
+    layout = tiles.Codebook8Tiles.layout
+    tile = (128, 8)
+    buckets = (2, 4, 8, 16)
+    family = source = "codebook8"
+    tuning: Mapping[int, Tuning] = {
+        2: Tuning(512, 2),
+        4: Tuning(512, 2),
+        8: Tuning(512, 1),
+        16: Tuning(512, 1),
+    }
+
+    def shared(self, tokens: int, threads: int) -> int:
+        """The table, and the sums of a tile."""
+        return max(65536, threads // 32 * tokens * 64 * 4) + 128 * tokens * 4
+
+    def pointers(self) -> tuple[Any, ...]:
+        """Codes and tables."""
+        at = self.row_tiles * self.per_tile * 1024
+        return self.data, self.data[at:]
+
+
+class AdditiveLinear(CudaLinear):
+    """``additive-v1``."""
+
+    layout = tiles.AdditiveTiles.layout
+    family = "additive"
+    buckets = (8, 16)
+    tuning: Mapping[int, Tuning] = {8: Tuning(512, 2), 16: Tuning(512, 1)}
+
+    def __init__(self, data: Any, rows: int, in_features: int, entries: int, workspace: Workspace) -> None:
+        self._sizes = tiles.AdditiveTiles(rows, in_features, entries)
+        self.tile = self._sizes.tile  # type: ignore[misc]
+        super().__init__(data, rows, in_features, entries, workspace)
+
+    @property
+    def source(self) -> str:
+        """Compiled for one number of codebooks."""
+        return f"additive{self.entries}"
+
+    def shared(self, tokens: int, threads: int) -> int:
+        """Codebooks, eight times, and the sums of warps."""
+        return -(-self.entries // 2) * 65536 + threads // 32 * 2 * 16 * tokens * 4
+
+    def pointers(self) -> tuple[Any, ...]:
+        """Codes, codebooks, scales."""
+        return self.data, self.data[self._sizes.tables_offset :], self.data[self._sizes.scales_offset :]
+
+    @property
+    def row_threads(self) -> int:
+        """A thread a group."""
+        return self.in_features // 8
+
+
+class TernaryLinear(CudaLinear):
+    """``planes-v1``: activations are quantized to 8 bits a group of 128."""
+
+    layout = planes.LAYOUT
+    tile = (16, 256)
+    buckets = (4, 8, 16)
+    family = source = "ternary"
+    tuning: Mapping[int, Tuning] = {4: Tuning(384, 2), 8: Tuning(384, 2), 16: Tuning(384, 1)}
+    fused_bytes: ClassVar[int] = 96 << 10
+    """Most shared memory for activations that every block quantizes for itself."""
+
+    def shared(self, tokens: int, threads: int) -> int:
+        """Sums of warps, and quantized activations where blocks make them."""
+        return threads // 32 * 2 * 16 * tokens * 4
+
+    def _activation_bytes(self, tokens: int) -> int:
+        return tokens * (self.in_features + self.in_features // 128 * 8)
+
+    def pointers(self) -> tuple[Any, ...]:
+        """Both planes."""
+        return (self.data,)
+
+    def kernel_name(self, activations: str, bucket: int) -> str:
+        """Rows of an odd number of groups have kernels of their own."""
+        odd = "_odd" if self.in_features // 128 % 2 else ""
+        return f"ternary_gemv_{activations}_{bucket}{odd}"
+
+    @property
+    def row_threads(self) -> int:
+        """A thread a word of codes."""
+        return self.in_features // 16
+
+    def _multiply_few(self, x: Any, out: Any, stream: Any) -> None:
+        tokens = x.shape[0]
+        activations = _ACTIVATIONS[x.dtype.name]
+        aligned = x.data.ptr % 8 == 0
+        if tokens <= 4 and self._activation_bytes(tokens) <= self.fused_bytes:
+            launch = self._launch(activations, 4)
+            shared = self.shared(tokens, launch.threads) + self._activation_bytes(tokens)
+            common = self._common(launch, tokens, out, aligned)
+            arguments = (self.data, x, np.uintp(0), np.uintp(0), np.int32(0), out, *common)
+            launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream)
+            return
+        codes, groups, slots = self.workspace.activations(tokens, self.in_features)
+        self.quantize(x, codes, groups, slots, stream)
+        self.multiply_quantized(codes, groups, slots, tokens, out, stream)
+
+    def quantize(self, x: Any, codes: Any, groups: Any, slots: int, stream: Any = None) -> None:
+        """Activations -> 8-bit codes and groups, as ``ternary.cuh`` says.
+
+        Parameters
+        ----------
+        x : cupy.ndarray of float16 or uint16, shape (tokens, in_features)
+        codes : cupy.ndarray of int8, shape (tokens, in_features)
+        groups : cupy.ndarray of 8 bytes an item, shape (in_features / 128, slots)
+            Scale float32 and sum int32; those of slots beyond the tokens become zero.
+        slots : int
+            At least the tokens.
+        stream : cupy.cuda.Stream, optional
+        """
+        kernel = kernels("ternary")[f"quantize_activations_{_ACTIVATIONS[x.dtype.name]}"]
+        warps = self.in_features // 128 * slots
+        numbers = (x.shape[0], slots, self.in_features, x.data.ptr % 8 == 0)
+        kernel.launch((-(-warps // 4),), 128, (x, codes, groups, *map(np.int32, numbers)), 0, stream)
+
+    def multiply_quantized(
+        self, codes: Any, groups: Any, slots: int, tokens: int, out: Any, stream: Any = None
+    ) -> None:
+        """``multiply`` for activations that :meth:`quantize` made; ``slots`` a multiple of 8."""
+        bucket = next(b for b in self.buckets if tokens <= b)
+        launch = self._launch("q8", bucket)
+        common = self._common(launch, tokens, out, True)
+        arguments = (self.data, np.uintp(0), codes, groups, np.int32(slots), out, *common)
+        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream)
+
+
+LAYOUTS: dict[str, type[CudaLinear]] = {
+    cls.layout: cls for cls in (TernaryLinear, Codebook4Linear, Codebook8Linear, AdditiveLinear)
+}
+
+
+def cuda_linear(
+    layout: str,
+    data: NDArray[np.uint8],
+    rows: int,
+    in_features: int,
+    entries: int = 0,
+    workspace: Workspace | None = None,
+) -> CudaLinear:
+    """Upload a planes tensor.
+
+    Parameters
+    ----------
+    layout : str
+        Of the file's description: a key of ``LAYOUTS``.
+    data : ndarray of uint8
+        The tensor, any shape.
+    rows, in_features : int
+    entries : int
+        Codebook size, or number of codebooks; 0 for ternary.
+    workspace : Workspace, optional
+        Shared with other layers of the same stream; a new one by default.
+
+    Raises
+    ------
+    KernelUnavailable
+        If there is no card.
+    ValueError
+        If the layout is unknown.
+    """
+    cupy = import_cupy()
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout {layout!r} has no CUDA kernels; {', '.join(LAYOUTS)} have")
+    flat = cupy.asarray(np.ascontiguousarray(data).reshape(-1))
+    return LAYOUTS[layout](flat, rows, in_features, entries, workspace or Workspace())

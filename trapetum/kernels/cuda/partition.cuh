@@ -1,0 +1,115 @@
+// How a matrix is shared among the blocks of one launch, and how partial sums meet: the same bits every time.
+//
+// A matrix is `tiles` tiles of rows, each `per_tile` units along the inputs. Block b takes the units from boundary(b) to
+// boundary(b + 1), an equal share of all of them, so that no block waits for another that got one tile more. A tile that
+// several blocks share is finished by whichever of them arrives last: each leaves its sums in a workspace, and the last
+// one adds them in the order of the blocks. Who that is varies; the order of the additions does not.
+#pragma once
+#include "common.cuh"
+
+struct Work {
+    int steps;        // at least one a block; steps * step_units = tiles * per_tile
+    int step_units;   // steps * blocks < 2**32
+    int per_tile;     // a multiple of step_units or a divisor of it
+    int rows;         // N
+    int in_features;  // K
+    int tokens;       // M
+    int out_kind;     // Output
+    int aligned;      // rows of activations begin at multiples of 16 bytes
+};
+
+// The fields of Work as kernel parameters, and Work of them.
+#define WORK_PARAMETERS                                                                                              \
+    int steps, int step_units, int per_tile, int rows, int in_features, int tokens, int out_kind, int aligned
+#define WORK Work{steps, step_units, per_tile, rows, in_features, tokens, out_kind, aligned}
+
+struct Sums {
+    float* partial;   // [blocks][2][rows of a tile * tokens]
+    u32* arrived;     // [tiles], zero between launches
+};
+
+DEVICE int boundary(const Work& work, int block) {
+    return (int)((u32)block * (u32)work.steps / gridDim.x) * work.step_units;
+}
+
+// Who adds up: all threads of a block, or one warp.
+struct BlockTeam {
+    DEVICE static int rank() { return threadIdx.x; }
+    DEVICE static int size() { return blockDim.x; }
+    DEVICE static void sync() { __syncthreads(); }
+};
+
+struct WarpTeam {
+    DEVICE static int rank() { return threadIdx.x & 31; }
+    DEVICE static int size() { return 32; }
+    DEVICE static void sync() { __syncwarp(); }
+};
+
+// value(i) is the sum that this block has for element i = token * ROWS + row of a tile, over the units [from, to).
+// finish(i, sum) takes a finished element. `flag` is one word of shared memory of the team's own.
+template <class Team, class Value, class Finish>
+DEVICE void settle(const Work& work, const Sums& sums, int tile, int from, int to, int count, volatile u32* flag,
+                   Value value, Finish finish) {
+    const int begin = tile * work.per_tile, end = begin + work.per_tile;
+    if (from == begin && to == end) {
+        for (int i = Team::rank(); i < count; i += Team::size()) finish(i, value(i));
+        return;
+    }
+    const int block = blockIdx.x;
+    float* mine = sums.partial + ((u64)block * 2 + (from == begin)) * count;
+    for (int i = Team::rank(); i < count; i += Team::size()) __stcg(mine + i, value(i));
+    int head = block, tail = block;
+    while (boundary(work, head) > begin) --head;
+    while (boundary(work, tail + 1) < end) ++tail;
+    __threadfence();
+    Team::sync();
+    if (Team::rank() == 0) *flag = atomicAdd(sums.arrived + tile, 1u);
+    Team::sync();
+    const bool last = *flag == (u32)(tail - head);
+    Team::sync();
+    if (!last) return;
+    __threadfence();
+    for (int i = Team::rank(); i < count; i += Team::size()) {
+        float sum = 0.f;
+        for (int b = head; b <= tail; ++b)
+            sum += __ldcg(sums.partial + ((u64)b * 2 + (b == head && boundary(work, b) <= begin)) * count + i);
+        finish(i, sum);
+    }
+    if (Team::rank() == 0) sums.arrived[tile] = 0;
+}
+
+// Ranges of warps: a block that needs no common table gives each warp an equal, contiguous share of its units. A warp
+// keeps the sums of a tile that it has whole, and leaves those of its first and last tile in shared memory, where the
+// warps' sums of a tile are added in order before the block's are settled with other blocks.
+DEVICE int warp_boundary(int first, int last, int warp, int warps) {
+    return first + (int)((long long)(last - first) * warp / warps);
+}
+
+// After all warps have left their sums: [warp][head, tail][count] in `left`, of tiles that they have not whole.
+template <class Finish>
+DEVICE void settle_warps(const Work& work, const Sums& sums, int first, int last, const float* left, int count,
+                         u32* flags, Finish finish) {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    int w = 0;
+    for (int tile = first / work.per_tile + warp; tile * work.per_tile < last; tile += warps) {
+        const int begin = max(first, tile * work.per_tile), end = min(last, (tile + 1) * work.per_tile);
+        while (warp_boundary(first, last, w + 1, warps) <= begin) ++w;
+        if (begin == tile * work.per_tile && end == begin + work.per_tile && warp_boundary(first, last, w, warps) <= begin &&
+            warp_boundary(first, last, w + 1, warps) >= end)
+            continue;  // one warp had all of it, and has written it
+        const int from = w;
+        settle<WarpTeam>(
+            work, sums, tile, begin, end, count, flags + warp,
+            [&](int i) {
+                float sum = 0.f;
+                for (int v = from; v < warps; ++v) {
+                    const int start = warp_boundary(first, last, v, warps);
+                    if (start >= end) break;
+                    if (start == warp_boundary(first, last, v + 1, warps)) continue;  // a warp without work
+                    sum += left[(v * 2 + (start <= tile * work.per_tile)) * count + i];
+                }
+                return sum;
+            },
+            [&](int i, float sum) { finish(tile, i, sum); });
+    }
+}
