@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
+from trapetum.export.gguf_experts import applies_window, expert_faults, expert_pairs
 from trapetum.export.gguf_metadata import (
     file_name,
     general_pairs,
@@ -31,11 +33,13 @@ from trapetum.export.gguf_types import (
     known_type,
 )
 from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
+from trapetum.export.stacks import StackedExperts, stacked
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.checksums import GGUF_SUMS, gguf_sums
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
 from trapetum.formats.gguf_rotation import rotation_pairs
+from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role, text_config
 from trapetum.models.config import ModelConfig, parse_config
 from trapetum.rotation import HadamardRotation
@@ -58,6 +62,8 @@ _READERS = {
     "TQ1_0": "llama.cpp since September 2024",
     "TQ2_0": "llama.cpp since September 2024",
 }
+# Engines abort on norms and biases of any other type, and small maps deserve it.
+_ALWAYS_F32 = ("norm", "bias", "router", "vector")
 _FUSED = (("q", "k", "v"), ("gate", "up"))
 
 
@@ -88,7 +94,8 @@ class _Planner:
     """One export being planned; collects faults and notes on the way."""
 
     def __init__(self, request: ExportRequest) -> None:
-        self.request, self.artifact = request, request.artifact
+        self.request = request
+        self.artifact: TensorSource = request.artifact
         self.asked = known_type(request.gguf_type)
         if request.dtype is not None:
             raise RecipeError(
@@ -110,9 +117,13 @@ class _Planner:
                 hint=_EXPORT_SOMEWHERE,
             )
         self.family: Family = FAMILIES[self.arch.gguf]
+        self.artifact = stacked(request.artifact, self.config)
         self.names = self.arch.index(self.artifact.names())
         self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
-        self.records = self.artifact.records if isinstance(self.artifact, Artifact) else {}
+        self.records: Mapping[str, Any] = {}
+        if isinstance(self.artifact, Artifact | StackedExperts):
+            self.records = self.artifact.records
+        self.source = None if request.source is None else stacked(request.source, self.config)
         self.rotation: HadamardRotation | None = None  # of the folded tensors, all the same
         self.faults: list[str] = []
         self.notes: list[str] = []
@@ -123,6 +134,7 @@ class _Planner:
         jobs = self._jobs()
         self._check_asked()
         self._check_rope()
+        self.faults += expert_faults(self.config, str(self.arch.gguf))
         if self.faults:
             raise UnsupportedModelError(
                 f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(self.faults)}",
@@ -140,12 +152,13 @@ class _Planner:
             weights[job.kind.name] += math.prod(job.shape)
         majority = weights.most_common(1)[0][0]
         title, parameters = (
-            model_title(self.artifact),
+            model_title(self.request.artifact),
             sum(math.prod(j.shape) for j in jobs if j.values is None),
         )
         pairs = {
-            **general_pairs(self.artifact, str(self.arch.gguf), title, parameters, majority),
+            **general_pairs(self.request.artifact, str(self.arch.gguf), title, parameters, majority),
             **model_pairs(self.config, str(self.arch.gguf)),
+            **expert_pairs(self.config, str(self.arch.gguf)),
             **tokenizer,
             **self._rotation_pairs(),
         }
@@ -180,7 +193,8 @@ class _Planner:
 
     def _tensor(self, role: Role, name: str) -> list[GgufJob]:
         suffix = "bias" if role.kind == "bias" else "weight"
-        target = gguf_name(self.arch.tensor_name(role.part, role.layer, expert=role.expert, suffix=suffix))
+        canonical = self.arch.tensor_name(role.part, role.layer, expert=role.expert, suffix=suffix)
+        target = gguf_name(canonical, self.family)
         if target is None:
             self.faults.append(f"tensor {name} has no name in a GGUF")
             return []
@@ -199,7 +213,7 @@ class _Planner:
             heads=heads if self.family.interleaved else None,
         )
         stored = self._stored(name)
-        if len(job.shape) > 1:
+        if len(job.shape) > 1 and role.kind not in _ALWAYS_F32:
             self._choose(job, role, name)
         job.row.detail = f"{stored} -> {job.kind.name}" + job.row.detail
         if job.common_scale is None:
@@ -253,9 +267,9 @@ class _Planner:
     def _choose_fitted(self, job: GgufJob, role: Role, name: str) -> None:
         self.fitted += 1
         job.action, job.row.action = "fit", "quantized"
-        if self.request.source is not None:
-            found = same_tensor(self.request.source, self.arch, role, self.artifact, name)
-            job.origin = (self.request.source, found)
+        if self.source is not None:
+            found = same_tensor(self.source, self.arch, role, self.artifact, name)
+            job.origin = (self.source, found)
             job.row.detail = ", from the source"
         if self.asked in FITTED_NAMES:
             job.kind = fallback_type(self.asked, job.shape[-1])
@@ -263,7 +277,7 @@ class _Planner:
                 job.row.detail += f" (rows of {job.shape[-1]} are not whole blocks of {self.asked})"
         else:
             own = self.records[name].relative_error or 0.0
-            source = job.origin if self.request.source is not None else None
+            source = job.origin if self.source is not None else None
             job.kind = cheapest_type(self.artifact, name, own, source)
         if job.kind.dtype is not None:
             job.action, job.row.action = "plain", "exact"
@@ -318,7 +332,7 @@ class _Planner:
             self.notes.append(f"{len(left)} tensors are not part of the GGUF, the first is {left[0]}")
         reach = self.config.max_position_embeddings
         windows = {w for w in self.config.windows if w is not None and (reach is None or w < reach)}
-        if windows:
+        if windows and not applies_window(str(self.arch.gguf)):
             self.notes.append(
                 f"llama.cpp does not apply the sliding window of {min(windows)} positions in the family "
                 f"{self.arch.gguf}: longer texts come out differently"
@@ -365,7 +379,7 @@ class _Planner:
         self.notes.append(
             f"keeping the artifact's accuracy takes {after / before:.2f} times its bytes, because GGUF has no "
             "codebooks; a file of its size comes straight from the model: "
-            f"trapetum quantize {model_title(self.artifact)} --scheme gguf:{near} -o DIR"
+            f"trapetum quantize {model_title(self.request.artifact)} --scheme gguf:{near} -o DIR"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def model_config(
         "rope_parameters": rope,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
+    config |= _expert_config(family, value, config["intermediate_size"])
     rotated = value("rope.dimension_count", int, head_dim)
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
@@ -110,6 +111,33 @@ def model_config(
     ):
         if isinstance(found := metadata.get(f"tokenizer.ggml.{theirs}"), int):
             config[ours] = found
+    return config
+
+
+def _expert_config(family: Family, value: Callable[..., Any], intermediate: int) -> dict[str, Any]:
+    """Keys of a model with routed experts; its class, where a family has models with and without."""
+    experts = value("expert_count", int, 0)
+    if not experts:
+        return {}
+    width = value("expert_feed_forward_length", int, intermediate)
+    config: dict[str, Any] = {
+        "num_experts_per_tok": value("expert_used_count", int),
+        "moe_intermediate_size": width,
+        "norm_topk_prob": family.model_type == "qwen3_moe",
+    }
+    if family.model_type == "llama":
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    if family.model_type == "gpt_oss":
+        config |= {
+            "intermediate_size": width,
+            "attention_bias": True,
+            "sliding_window": value("attention.sliding_window", int),
+        }
+    if shared := value("expert_shared_feed_forward_length", int, 0):
+        config["shared_expert_intermediate_size"] = shared
+    config["num_experts" if family.model_type.startswith(("qwen", "olmoe")) else "num_local_experts"] = (
+        experts
+    )
     return config
 
 

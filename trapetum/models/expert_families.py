@@ -163,7 +163,9 @@ EXPERTS: tuple[Architecture, ...] = (
         layer_types=_alternating_from_first,
         blocks=sparse_blocks,
         sections={
-            SECTION: expert_routing(size="intermediate_size", router="softmax_chosen", activation="clamped")
+            SECTION: expert_routing(
+                size="intermediate_size", router="softmax_chosen", normalise=True, activation="clamped"
+            )
         },
         gguf="gpt-oss",
     ),
