@@ -35,7 +35,7 @@ __all__ = [
     "split_step",
 ]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 
 GROUP = 128
 # 16 products of a lane, 8191 (14-bit codebook) x 16383, are 2,147,090,448 < 2**31: one int32 holds a group.
@@ -209,13 +209,13 @@ def block_sums_step(a: Any, begin: int, end: int) -> None:
 
 
 def arrange_step(a: Any, begin: int, end: int) -> None:
-    """q, padded, size, out."""
-    arrange(array(a[0], np.int8, (1, a[1])), a[2], array(a[3], np.int8, (1, a[1])))
+    """q, rows, padded, size, out."""
+    arrange(array(a[0], np.int8, (a[1], a[2])), a[3], array(a[4], np.int8, (a[1], a[2])))
 
 
 def quad_sums_step(a: Any, begin: int, end: int) -> None:
-    """q, padded, out."""
-    quad_sums(array(a[0], np.int8, (1, a[1])), array(a[2], np.int32, (1, a[1] // GROUP * 8)))
+    """q, rows, padded, out."""
+    quad_sums(array(a[0], np.int8, (a[1], a[2])), array(a[3], np.int32, (a[1], a[2] // GROUP * 8)))
 
 
 def split_step(a: Any, begin: int, end: int) -> None:

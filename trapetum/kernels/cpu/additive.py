@@ -21,24 +21,30 @@ Groups are padded to whole tiles with code 0 and a LUT of zeros.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
+from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
 __all__ = [
     "TILE",
     "build_lut",
     "build_lut8",
+    "build_lut_step",
     "decode_rows",
     "multiply_direct",
+    "multiply_direct_step",
     "multiply_lut",
     "multiply_lut8",
+    "multiply_lut_step",
     "pack_codes",
 ]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 
 TILE = 16  # groups; cycles a code: 0.90 at 4, 0.73 at 8, 0.71 at 16, 0.88 at 32, 1.33 at 64 (Zen1)
 
@@ -272,3 +278,30 @@ def decode_rows(
                 code = np.int64(codes[g // TILE, begin + r, g % TILE * each + k]) + k * 256
                 total = simd.add_floats(total, simd.load_floats(books, code * 8))
             simd.store_floats(out, r * count + g * 8, simd.multiply_floats(total, scale))
+
+
+# ---------------------------------------------------------------------------- for kernels.cpu.program, one token
+def build_lut_step(a: Any, begin: int, end: int) -> None:
+    """books (transposed), entries, x, in_features, lut, groups; groups begin .. end - 1."""
+    books, x = array(a[0], np.float32, (8, a[1])), array(a[2], np.float32, (a[3],))
+    build_lut(books, x, array(a[4], np.float32, (a[5], a[1])), begin, end)
+
+
+def multiply_lut_step(a: Any, begin: int, end: int) -> None:
+    """codes, tiles, rows, width, scales, lut, out."""
+    tiles, rows, width = a[1], a[2], a[3]
+    codes, lut = (
+        array(a[0], np.uint8, (tiles, rows, width)),
+        array(a[5], np.float32, (tiles * TILE, width * 16)),
+    )
+    multiply_lut(codes, array(a[4], np.float32, (rows,)), lut, array(a[6], np.float32, (rows,)), begin, end)
+
+
+def multiply_direct_step(a: Any, begin: int, end: int) -> None:
+    """codes, tiles, rows, width, scales, books, padded x, out."""
+    tiles, rows, width = a[1], a[2], a[3]
+    multiply_direct(
+        array(a[0], np.uint8, (tiles, rows, width)), array(a[5], np.float32, (width * 16, 8)),
+        array(a[4], np.float32, (rows,)), array(a[6], np.float32, (1, tiles * TILE * 8)),
+        array(a[7], np.float32, (1, rows)), begin, end,
+    )  # fmt: skip

@@ -39,7 +39,7 @@ __all__ = [
     "quantize_tables",
 ]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 TABLE_LIMIT = 8191
 
 

@@ -29,7 +29,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["ROWS", "TOKENS", "multiply_panels", "pack_panels"]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 
 ROWS, TOKENS = 12, 32  # of C that one call of :func:`_outer` adds to
 RUN = 256  # inputs: a panel of them is 32 KiB, the first-level cache

@@ -15,9 +15,23 @@ from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
-__all__ = ["add_step", "append_step", "attend_step", "exponentials", "gate_step", "norm_step", "rotate_step"]
+__all__ = [
+    "add_step",
+    "append_halves_step",
+    "append_step",
+    "attend_halves_step",
+    "attend_step",
+    "cap_step",
+    "copy_step",
+    "exponentials",
+    "fold_step",
+    "gelu_tanh_step",
+    "norm_step",
+    "rotate_step",
+    "silu_step",
+]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -45,6 +59,28 @@ def exponentials(x: NDArray[np.float32]) -> None:
     """e**x in place, of at most 88; ``x`` float32 of a multiple of 8 numbers."""
     for i in range(0, x.shape[0], 8):
         simd.store_floats(x, i, _exp(simd.load_floats(x, i)))
+
+
+@jit()
+def _sigmoid(x: Any) -> Any:
+    """``1 / (1 + exp(-x))``; zero below -88, within 1e-38."""
+    zero, top = simd.zero_floats(), simd.splat_floats(-88.0)
+    grown = _exp(simd.subtract_floats(zero, simd.max_floats(x, top)))
+    return simd.divide_floats(simd.splat_floats(1.0), simd.add_floats(simd.splat_floats(1.0), grown))
+
+
+@jit()
+def _cap(x: NDArray[np.float32], begin: int, end: int, cap: np.float32) -> None:
+    """``x <- cap * tanh(x / cap)`` for numbers begin .. end - 1, a multiple of 8; tanh to 1e-7 of 1."""
+    twice, size = simd.splat_floats(np.float32(2) / cap), simd.splat_floats(cap)
+    top, one = simd.splat_floats(30.0), simd.splat_floats(1.0)
+    bottom = simd.splat_floats(-30.0)
+    for i in range(begin, end, 8):
+        v = simd.multiply_floats(simd.load_floats(x, i), twice)
+        v = simd.max_floats(bottom, simd.min_floats(top, v))
+        grown = simd.add_floats(_exp(v), one)
+        part = simd.divide_floats(simd.splat_floats(2.0), grown)
+        simd.store_floats(x, i, simd.multiply_floats(simd.subtract_floats(one, part), size))
 
 
 @jit()
@@ -86,22 +122,44 @@ def add_step(a: Any, begin: int, end: int) -> None:
         x[i] += y[i]
 
 
-def gate_step(a: Any, begin: int, end: int) -> None:
-    """gate, up: ``gate <- gate * sigmoid(gate) * up`` for numbers ``8 begin .. 8 end - 1``; count of them in all."""
+def copy_step(a: Any, begin: int, end: int) -> None:
+    """x, y, count: ``y <- x``."""
+    x, y = array(a[0], np.float32, (a[2],)), array(a[1], np.float32, (a[2],))
+    for i in range(a[2]):
+        y[i] = x[i]
+
+
+def silu_step(a: Any, begin: int, end: int) -> None:
+    """gate, up, count of them: ``gate <- gate * sigmoid(gate) * up`` for numbers ``8 begin .. 8 end - 1``."""
     gate, up = array(a[0], np.float32, (a[2],)), array(a[1], np.float32, (a[2],))
-    one, zero, top = simd.splat_floats(1.0), simd.zero_floats(), simd.splat_floats(-88.0)
     for i in range(8 * begin, 8 * end, 8):
         g = simd.load_floats(gate, i)
-        # exp(-g), at most e**88: beyond, the sigmoid of a number below -88 is zero all the same
-        grown = _exp(simd.subtract_floats(zero, simd.max_floats(g, top)))
-        value = simd.divide_floats(g, simd.add_floats(one, grown))
+        value = simd.multiply_floats(g, _sigmoid(g))
         simd.store_floats(gate, i, simd.multiply_floats(value, simd.load_floats(up, i)))
 
 
+def gelu_tanh_step(a: Any, begin: int, end: int) -> None:
+    """The same with ``gate <- gate * (1 + tanh(sqrt(2/pi) (gate + 0.044715 gate^3))) / 2 * up``."""
+    gate, up = array(a[0], np.float32, (a[2],)), array(a[1], np.float32, (a[2],))
+    slope, cubic = simd.splat_floats(1.5957691216057308), simd.splat_floats(0.044715)
+    for i in range(8 * begin, 8 * end, 8):
+        g = simd.load_floats(gate, i)
+        inner = simd.fma(simd.multiply_floats(g, g), simd.multiply_floats(g, cubic), g)
+        value = simd.multiply_floats(
+            g, _sigmoid(simd.multiply_floats(inner, slope))
+        )  # (1 + tanh x) / 2 = sigmoid(2 x)
+        simd.store_floats(gate, i, simd.multiply_floats(value, simd.load_floats(up, i)))
+
+
+def cap_step(a: Any, begin: int, end: int) -> None:
+    """x, count, cap (float32 [1]): ``x <- cap * tanh(x / cap)`` for numbers ``8 begin .. 8 end - 1``."""
+    x = array(a[0], np.float32, (a[1],))
+    _cap(x, 8 * begin, 8 * end, array(a[2], np.float32, (1,))[0])
+
+
 def rotate_step(a: Any, begin: int, end: int) -> None:
-    """x [heads, dim], cos [dim/2], sin [dim/2], heads, dim: the pairs (d, d + dim/2) of every head, in place."""
-    heads, dim = a[3], a[4]
-    half = dim // 2
+    """x [heads, dim], cos [half], sin [half], heads, dim, half: the pairs (d, d + half) of every head, in place."""
+    heads, dim, half = a[3], a[4], a[5]
     x = array(a[0], np.float32, (heads, dim))
     cos, sin = array(a[1], np.float32, (half,)), array(a[2], np.float32, (half,))
     for h in range(heads):
@@ -111,50 +169,125 @@ def rotate_step(a: Any, begin: int, end: int) -> None:
             x[h, d + half] = v * cos[d] + u * sin[d]
 
 
+def fold_step(a: Any, begin: int, end: int) -> None:
+    """x, signs (float32), width, block (a power of two from 8 on), out: ``H (signs * x)`` of blocks begin .. end - 1.
+
+    H is the normalized Walsh-Hadamard matrix; see ``kernels.cpu.hadamard``.
+    """
+    width, block = a[2], a[3]
+    x, signs = array(a[0], np.float32, (width,)), array(a[1], np.float32, (width,))
+    out = array(a[4], np.float32, (width,))
+    scale = np.float32(1.0 / np.sqrt(np.float64(block)))
+    for i in range(begin * block, end * block, 8):
+        x0, x1 = x[i] * signs[i], x[i + 1] * signs[i + 1]
+        x2, x3 = x[i + 2] * signs[i + 2], x[i + 3] * signs[i + 3]
+        x4, x5 = x[i + 4] * signs[i + 4], x[i + 5] * signs[i + 5]
+        x6, x7 = x[i + 6] * signs[i + 6], x[i + 7] * signs[i + 7]
+        x0, x1, x2, x3, x4, x5, x6, x7 = (
+            x0 + x1,
+            x0 - x1,
+            x2 + x3,
+            x2 - x3,
+            x4 + x5,
+            x4 - x5,
+            x6 + x7,
+            x6 - x7,
+        )
+        x0, x2, x1, x3, x4, x6, x5, x7 = (
+            x0 + x2,
+            x0 - x2,
+            x1 + x3,
+            x1 - x3,
+            x4 + x6,
+            x4 - x6,
+            x5 + x7,
+            x5 - x7,
+        )
+        x0, x4, x1, x5, x2, x6, x3, x7 = (
+            x0 + x4,
+            x0 - x4,
+            x1 + x5,
+            x1 - x5,
+            x2 + x6,
+            x2 - x6,
+            x3 + x7,
+            x3 - x7,
+        )
+        out[i], out[i + 1], out[i + 2], out[i + 3] = x0 * scale, x1 * scale, x2 * scale, x3 * scale
+        out[i + 4], out[i + 5], out[i + 6], out[i + 7] = x4 * scale, x5 * scale, x6 * scale, x7 * scale
+    half = 8
+    while half < block:
+        for i in range(begin * block, end * block, 2 * half):
+            for j in range(i, i + half, 8):
+                u, v = simd.load_floats(out, j), simd.load_floats(out, j + half)
+                simd.store_floats(out, j, simd.add_floats(u, v))
+                simd.store_floats(out, j + half, simd.subtract_floats(u, v))
+        half *= 2
+
+
 def append_step(a: Any, begin: int, end: int) -> None:
     """x [heads, dim], store [heads, capacity, dim], heads, dim, capacity, position (int64 [1])."""
     heads, dim, capacity = a[2], a[3], a[4]
     position = array(a[5], np.int64, (1,))[0]
-    x = array(a[0], np.float32, (heads, dim))
-    store = array(a[1], np.float32, (heads, capacity, dim))
+    x, store = array(a[0], np.float32, (heads * dim,)), array(a[1], np.float32, (heads * capacity * dim,))
     for h in range(heads):
-        for d in range(dim):
-            store[h, position, d] = x[h, d]
+        for d in range(0, dim, 8):
+            simd.store_floats(store, (h * capacity + position) * dim + d, simd.load_floats(x, h * dim + d))
+
+
+def append_halves_step(a: Any, begin: int, end: int) -> None:
+    """The same with a store of float16; larger numbers are cut to its largest."""
+    heads, dim, capacity = a[2], a[3], a[4]
+    position = array(a[5], np.int64, (1,))[0]
+    x, store = array(a[0], np.float32, (heads * dim,)), array(a[1], np.uint16, (heads * capacity * dim,))
+    top, bottom = simd.splat_floats(65504.0), simd.splat_floats(-65504.0)
+    for h in range(heads):
+        for d in range(0, dim, 8):
+            v = simd.max_floats(bottom, simd.min_floats(top, simd.load_floats(x, h * dim + d)))  # a NaN stays
+            simd.store_halves(store, (h * capacity + position) * dim + d, v)
 
 
 @jit()
 def _attend(
     q: NDArray[np.float32],
-    keys: NDArray[np.float32],
-    values: NDArray[np.float32],
+    keys: NDArray[Any],
+    values: NDArray[Any],
     scores: NDArray[np.float32],
     out: NDArray[np.float32],
     low: int,
     high: int,
     dim: int,
+    scale: np.float32,
+    cap: np.float32,
+    sink: np.float32,
 ) -> None:
-    """One head: ``softmax(q keys^T / sqrt(dim)) values`` over positions low .. high - 1."""
+    """One head over positions low .. high - 1; see ``runtime.attention.attend``."""
     count = high - low
-    scale = np.float32(1.0 / np.sqrt(np.float64(dim)))
-    top = np.float32(-np.inf)
+    whole = -(-count // 8) * 8
     for p in range(count):
         at = (low + p) * dim
         a = simd.zero_floats()
         for d in range(0, dim, 8):
             a = simd.fma(simd.load_floats(q, d), simd.load_floats(keys, at + d), a)
-        score = simd.sum_floats(a) * scale
-        scores[p] = score
-        top = max(top, score)
+        scores[p] = simd.sum_floats(a) * scale
+    scores[count:whole] = 0
+    if cap > 0:
+        _cap(scores, 0, whole, cap)
+    top = sink
+    for p in range(count):
+        top = max(top, scores[p])
     for p in range(count):
         scores[p] -= top
-    whole = -(-count // 8) * 8
     scores[count:whole] = np.float32(-100)
     exponentials(scores[:whole])
     scores[count:whole] = 0
     total = simd.zero_floats()
     for p in range(0, whole, 8):
         total = simd.add_floats(total, simd.load_floats(scores, p))
-    inverse = simd.splat_floats(np.float32(1) / simd.sum_floats(total))
+    weight = simd.sum_floats(total)
+    if sink > -np.inf:
+        weight += np.exp(sink - top)
+    inverse = simd.splat_floats(np.float32(1) / weight)
     for d in range(0, dim, 8):
         a, b = simd.zero_floats(), simd.zero_floats()
         for p in range(0, count - 1, 2):
@@ -167,16 +300,42 @@ def _attend(
         simd.store_floats(out, d, simd.multiply_floats(simd.add_floats(a, b), inverse))
 
 
-def attend_step(a: Any, begin: int, end: int) -> None:
-    """q [heads, dim], keys and values [kv_heads, capacity, dim], scores [heads, room], out [heads, dim], heads,
-    kv_heads, dim, capacity, room, window (0: none), position (int64 [1]); works on heads begin .. end - 1."""
+@jit()
+def _attend_heads(kind: Any, a: Any, begin: int, end: int) -> None:
     heads, kv_heads, dim, capacity, room, window = a[5], a[6], a[7], a[8], a[9], a[10]
     position = array(a[11], np.int64, (1,))[0]
     q, out = array(a[0], np.float32, (heads, dim)), array(a[4], np.float32, (heads, dim))
-    keys = array(a[1], np.float32, (kv_heads, capacity * dim))
-    values = array(a[2], np.float32, (kv_heads, capacity * dim))
+    keys, values = (
+        array(a[1], kind, (kv_heads, capacity * dim)),
+        array(a[2], kind, (kv_heads, capacity * dim)),
+    )
     scores = array(a[3], np.float32, (heads, room))
+    factors, sinks = array(a[12], np.float32, (2,)), array(a[13], np.float32, (heads,))
     low = 0 if window == 0 else max(0, position + 1 - window)
     for h in range(begin, end):
         k = h * kv_heads // heads
-        _attend(q[h], keys[k], values[k], scores[h], out[h], low, position + 1, dim)
+        _attend(
+            q[h],
+            keys[k],
+            values[k],
+            scores[h],
+            out[h],
+            low,
+            position + 1,
+            dim,
+            factors[0],
+            factors[1],
+            sinks[h],
+        )
+
+
+def attend_step(a: Any, begin: int, end: int) -> None:
+    """q [heads, dim], keys and values [kv_heads, capacity, dim], scores [heads, room], out [heads, dim], heads,
+    kv_heads, dim, capacity, room, window (0: none), position (int64 [1]), scale and cap (float32 [2]; cap 0: none),
+    sinks (float32 [heads]; -inf: none); works on heads begin .. end - 1."""
+    _attend_heads(np.float32, a, begin, end)
+
+
+def attend_halves_step(a: Any, begin: int, end: int) -> None:
+    """The same with float16 keys and values."""
+    _attend_heads(np.uint16, a, begin, end)

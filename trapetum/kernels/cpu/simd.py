@@ -64,6 +64,7 @@ __all__ = [
     "low_halves",
     "low_ints",
     "max_floats",
+    "min_floats",
     "multiply_add_words",
     "multiply_floats",
     "or_bytes",
@@ -281,6 +282,12 @@ def to_floats(e: Emit, a: Any) -> Any:
 def max_floats(e: Emit, a: Any, b: Any) -> Any:
     """The larger of two numbers; ``b`` where ``a`` is NaN."""
     return e.builder.select(e.builder.fcmp_ordered(">", a, b), a, b)
+
+
+@operation(FLOATS, FLOATS, FLOATS)
+def min_floats(e: Emit, a: Any, b: Any) -> Any:
+    """The smaller of two numbers; ``b`` where ``a`` is NaN."""
+    return e.builder.select(e.builder.fcmp_ordered("<", a, b), a, b)
 
 
 @operation(FLOATS, FLOATS)

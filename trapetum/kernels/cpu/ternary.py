@@ -34,13 +34,15 @@ from trapetum.kernels.jit import jit
 
 __all__ = [
     "decode_rows",
+    "multiply_precise_step",
     "multiply_rows",
     "multiply_step",
+    "multiply_wide_precise_step",
     "multiply_wide_step",
     "pack_codes",
 ]
 
-SIMD = "9a260fd7d164c726"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -198,21 +200,38 @@ def decode_rows(
 
 
 @jit()
-def _multiply_step(kind: Any, a: Any, begin: int, end: int) -> None:
+def _multiply_step(kind: Any, tokens: int, a: Any, out: NDArray[np.float32], begin: int, end: int) -> None:
     rows, width, size = a[2], a[3], a[5]
     multiply_rows(
         array(a[0], np.uint8, (rows, width // 4)), array(a[1], kind, (rows, a[4])), size,
-        array(a[6], np.int8, (1, width)), array(a[7], np.float32, (1, width // GROUP)),
-        array(a[8], np.int32, (1, width // GROUP * 8)), array(a[9], np.float32, (1, rows)),
-        begin, end,
+        array(a[6], np.int8, (tokens, width)), array(a[7], np.float32, (tokens, width // GROUP)),
+        array(a[8], np.int32, (tokens, width // GROUP * 8)), out, begin, end,
     )  # fmt: skip
+
+
+@jit()
+def _precise_step(kind: Any, a: Any, begin: int, end: int) -> None:
+    out, both = array(a[9], np.float32, (a[2],)), array(a[10], np.float32, (2, a[2]))
+    _multiply_step(kind, 2, a, both, begin, end)
+    for o in range(begin, end):
+        out[o] = both[0, o] + both[1, o]
 
 
 def multiply_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: codes, float16 scales, rows, padded, scales a row, size, x, x_scales, quads, out."""
-    _multiply_step(np.uint16, a, begin, end)
+    _multiply_step(np.uint16, 1, a, array(a[9], np.float32, (1, a[2])), begin, end)
 
 
 def multiply_wide_step(a: Any, begin: int, end: int) -> None:
     """The same with float32 scales."""
-    _multiply_step(np.float32, a, begin, end)
+    _multiply_step(np.float32, 1, a, array(a[9], np.float32, (1, a[2])), begin, end)
+
+
+def multiply_precise_step(a: Any, begin: int, end: int) -> None:
+    """The same with two planes of x, x_scales and quads (``activations.split``), and a buffer float32 [2, rows]."""
+    _precise_step(np.uint16, a, begin, end)
+
+
+def multiply_wide_precise_step(a: Any, begin: int, end: int) -> None:
+    """The same with float32 scales."""
+    _precise_step(np.float32, a, begin, end)
