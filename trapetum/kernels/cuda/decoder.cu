@@ -10,30 +10,28 @@
 // number of launches and the latency of each. Attention reads the cache once, 16 bytes a lane, split over positions.
 // Every reduction has a fixed order: lanes by shuffles, warps and splits by number.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "common.cuh"
 
 #ifdef TRAPETUM_BF16
-typedef __nv_bfloat16 act;
-__device__ __forceinline__ float widen(act x) { return __bfloat162float(x); }
-__device__ __forceinline__ act narrow(float x) { return __float2bfloat16_rn(x); }
+#define BF16 true
 #else
-typedef __half act;
-__device__ __forceinline__ float widen(act x) { return __half2float(x); }
-__device__ __forceinline__ act narrow(float x) { return __float2half_rn(x); }
+#define BF16 false
 #endif
+typedef u16 act;
+DEVICE float widen(act x) { return to_float<BF16>(x); }
+DEVICE act narrow(float x) { return BF16 ? float_to_bfloat(x) : float_to_half(x); }
 
 #define GROUP_TILE 4         // query heads that share a pass over the values
-#define INFINITE __int_as_float(0x7f800000)  // NVRTC has no <math.h>
+#define INFINITE __int_as_float(0x7f800000)  // no <math.h> here
 #define CHUNK 128           // positions of one attention split
 #define ATTENTION_THREADS 128
 
-__device__ __forceinline__ float warp_sum(float v) {
+DEVICE float warp_sum(float v) {
     for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(0xffffffffu, v, offset);
     return v;
 }
 
-__device__ __forceinline__ float warp_max(float v) {
+DEVICE float warp_max(float v) {
     for (int offset = 16; offset; offset >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, offset));
     return v;
 }
@@ -57,7 +55,8 @@ extern "C" __global__ void embed_dense(const act* table, const int* ids, float* 
 }
 
 // h[m] += delta[m] (where there is one); x[m] = h[m] / rms(h[m]) * weight. Grid (M), block a multiple of 32 <= 1024.
-// With `delta_weight` the delta is normalised by itself first (norms after a block, as Gemma has them).
+// With `delta_weight` the delta is normalised by itself first (norms after a block, as Gemma has them); without `weight`
+// x is h[m] as it is.
 extern "C" __global__ void add_norm(float* h, const float* delta, const float* delta_weight, const float* weight,
                                     act* x, int hidden, float eps) {
     __shared__ float shared[32];
@@ -80,37 +79,43 @@ extern "C" __global__ void add_norm(float* h, const float* delta, const float* d
         }
         squares += v * v;
     }
-    float rms = 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps);
+    float rms = weight ? 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps) : 1.0f;
     act* out = x + (size_t)blockIdx.x * hidden;
     for (int i = threadIdx.x; i < hidden; i += blockDim.x)  // each thread reads what it wrote itself
-        out[i] = narrow(row[i] * rms * weight[i]);
+        out[i] = narrow(weight ? row[i] * rms * weight[i] : row[i]);
 }
 
 // Rotary embedding (pairs d, d + rotated/2 of the first `rotated` numbers of a head) of queries and keys, after a norm
-// of each head where weights are given; keys and values go to the cache at `position[m]`. y is float
-// [M][(heads + 2 kv_heads) D], q | k | v (one product, or three buffers laid out as one). Grid (heads + 2 kv_heads, M),
-// block D threads, D a multiple of 32 and <= 512; D floats of dynamic shared memory.
-extern "C" __global__ void rotate_append(const float* y, act* q, act* keys, act* values, const float* q_weight,
+// of each head where weights are given; keys and values go to the cache at `position[m]`. yq, yk, yv are float, a row of
+// heads * D numbers each, rows `*_stride` apart: parts of one product, or three. Grid (heads + 2 kv_heads, M), block: D
+// rounded up to whole warps; D floats of dynamic shared memory.
+extern "C" __global__ void rotate_append(const float* yq, const float* yk, const float* yv, int q_stride, int k_stride,
+                                         int v_stride, act* q, act* keys, act* values, const float* q_weight,
                                          const float* k_weight, const float* inverse_frequencies,
-                                         const int* position, const int* sequence, int heads, int kv_heads, int capacity,
-                                         int rotated, float rotary_scale, float eps) {
+                                         const int* position, const int* sequence, int heads, int kv_heads, int D,
+                                         int capacity, int rotated, float rotary_scale, float eps) {
     extern __shared__ float head[];
     __shared__ float shared[32];
-    int slot = blockIdx.x, m = blockIdx.y, D = blockDim.x, d = threadIdx.x;
-    int total = heads + 2 * kv_heads, where = position[m], owner = sequence ? sequence[m] : m;
-    float v = y[((size_t)m * total + slot) * D + d];
+    int slot = blockIdx.x, m = blockIdx.y, d = threadIdx.x;
+    int where = position[m], owner = sequence ? sequence[m] : m;
+    bool inside = d < D;
+    float v = 0.0f;
+    if (inside)
+        v = slot < heads ? yq[(size_t)m * q_stride + slot * D + d]
+            : slot < heads + kv_heads ? yk[(size_t)m * k_stride + (slot - heads) * D + d]
+                                      : yv[(size_t)m * v_stride + (slot - heads - kv_heads) * D + d];
     size_t line = (size_t)capacity * D;
     if (slot >= heads + kv_heads) {
         int h = slot - heads - kv_heads;
-        values[((size_t)owner * kv_heads + h) * line + (size_t)where * D + d] = narrow(v);
+        if (inside) values[((size_t)owner * kv_heads + h) * line + (size_t)where * D + d] = narrow(v);
         return;
     }
     const float* weight = slot < heads ? q_weight : k_weight;
     if (weight) {
         float rms = 1.0f / sqrtf(block_sum(v * v, shared) / D + eps);
-        v = v * rms * weight[d];
+        if (inside) v = v * rms * weight[d];
     }
-    head[d] = v;
+    if (inside) head[d] = v;
     __syncthreads();
     int half = rotated >> 1;
     if (d < rotated) {
@@ -121,6 +126,7 @@ extern "C" __global__ void rotate_append(const float* y, act* q, act* keys, act*
         cosine *= rotary_scale;
         v = d < half ? v * cosine - head[d + half] * sine : v * cosine + head[d - half] * sine;
     }
+    if (!inside) return;
     if (slot < heads)
         q[((size_t)m * heads + slot) * D + d] = narrow(v);
     else
@@ -257,15 +263,17 @@ extern "C" __global__ void attend_combine(const float* partial, const int* posit
     out[((size_t)m * heads + head) * D + d] = narrow(value / sum);
 }
 
-// x = activation(gate) * up; y float [M][2 width]: gate | up. Grid (ceil(width / block), M). kind 0: SiLU, 1: GELU (tanh).
-extern "C" __global__ void gate_up(const float* y, act* x, int width, int kind) {
+// x = activation(gate) * up; float rows `gate_stride` and `up_stride` apart. Grid (ceil(width / block), M).
+// kind 0: SiLU, 1: GELU by tanh, 2: GELU.
+extern "C" __global__ void gate_up(const float* gate, const float* up, int gate_stride, int up_stride, act* x,
+                                   int width, int kind) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= width) return;
-    const float* row = y + (size_t)blockIdx.y * 2 * width;
-    float g = row[i], up = row[width + i];
-    float gated = kind ? 0.5f * g * (1.0f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g)))
-                       : g / (1.0f + expf(-g));
-    x[(size_t)blockIdx.y * width + i] = narrow(gated * up);
+    float g = gate[(size_t)blockIdx.y * gate_stride + i], u = up[(size_t)blockIdx.y * up_stride + i];
+    float gated = kind == 2   ? 0.5f * g * (1.0f + erff(g * 0.7071067811865476f))
+                  : kind == 1 ? 0.5f * g * (1.0f + tanhf(0.7978845608028654f * (g + 0.044715f * g * g * g)))
+                              : g / (1.0f + expf(-g));
+    x[(size_t)blockIdx.y * width + i] = narrow(gated * u);
 }
 
 // y[m] += bias; grid (ceil(width / block), M).
@@ -288,7 +296,7 @@ struct Best {
     int index;
 };
 
-__device__ __forceinline__ Best better(Best a, Best b) {  // the first of equals
+DEVICE Best better(Best a, Best b) {  // the first of equals
     return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
 

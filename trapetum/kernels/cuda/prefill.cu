@@ -9,24 +9,17 @@
 // HEAD_DIM: multiple of 16, at most 256. Dynamic shared memory: 2 * 64 * HEAD_DIM * 2 bytes.
 // Bound: 4 * D * keys flops a query and head on the tensor cores; keys and values come from L2.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "common.cuh"
 
 #ifdef TRAPETUM_BF16
-typedef __nv_bfloat16 act;
-#define MMA_TYPE "bf16"
-__device__ __forceinline__ unsigned pack(float a, float b) {
-    __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<unsigned*>(&two);
-}
+#define BF16 true
 #else
-typedef __half act;
-#define MMA_TYPE "f16"
-__device__ __forceinline__ unsigned pack(float a, float b) {
-    __half2 two = __floats2half2_rn(a, b);
-    return *reinterpret_cast<unsigned*>(&two);
-}
+#define BF16 false
 #endif
+typedef u16 act;
+DEVICE u32 pack(float a, float b) {
+    return BF16 ? float_to_bfloat(a) | (u32)float_to_bfloat(b) << 16 : float_to_half(a) | (u32)float_to_half(b) << 16;
+}
 
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
@@ -35,21 +28,14 @@ __device__ __forceinline__ unsigned pack(float a, float b) {
 #define CHUNKS (HEAD_DIM / 8)
 #define INFINITE __int_as_float(0x7f800000)
 
-__device__ __forceinline__ void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // Where chunk `c` (8 numbers) of row `r` of a tile lies, in chunks. Rows of fewer than 8 chunks swizzle within them.
-__device__ __forceinline__ int place(int r, int c) {
+DEVICE int place(int r, int c) {
     return r * CHUNKS + (CHUNKS % 8 == 0 ? c ^ (r & 7) : (c + r) % CHUNKS);
 }
 
 template <bool TRANSPOSED>
-__device__ __forceinline__ void load_four(unsigned* out, const act* tile, int r, int c) {
-    unsigned address = (unsigned)__cvta_generic_to_shared(tile + place(r, c) * 8);
+DEVICE void load_four(u32* out, const act* tile, int r, int c) {
+    u32 address = (u32)__cvta_generic_to_shared(tile + place(r, c) * 8);
     if (TRANSPOSED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(address));
@@ -58,7 +44,7 @@ __device__ __forceinline__ void load_four(unsigned* out, const act* tile, int r,
                      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(address));
 }
 
-__device__ __forceinline__ void load_tile(act* tile, const act* from, int first, int stop) {
+DEVICE void load_tile(act* tile, const act* from, int first, int stop) {
     for (int i = threadIdx.x; i < TILE * CHUNKS; i += blockDim.x) {
         int r = i / CHUNKS, c = i % CHUNKS;
         uint4 value = make_uint4(0, 0, 0, 0);
@@ -81,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(128) attend_prefill(
     keys += (size_t)kv * capacity * HEAD_DIM;
     values += (size_t)kv * capacity * HEAD_DIM;
 
-    unsigned query[HEAD_DIM / 16][4];
+    u32 query[HEAD_DIM / 16][4];
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int token = min(first + (i & 1) * 8, tokens - 1), d = k * 16 + (i >> 1) * 8 + column;
-            query[k][i] = *reinterpret_cast<const unsigned*>(q + ((size_t)token * heads + head) * HEAD_DIM + d);
+            query[k][i] = *reinterpret_cast<const u32*>(q + ((size_t)token * heads + head) * HEAD_DIM + d);
         }
     float result[HEAD_DIM / 8][4];
 #pragma unroll
@@ -116,10 +102,10 @@ extern "C" __global__ void __launch_bounds__(128) attend_prefill(
         for (int k = 0; k < HEAD_DIM / 16; ++k)
 #pragma unroll
             for (int t = 0; t < TILE / 8; t += 2) {
-                unsigned b[4];
+                u32 b[4];
                 load_four<false>(b, key_tile, t * 8 + (lane >> 4) * 8 + (lane & 7), k * 2 + ((lane >> 3) & 1));
-                multiply(score[t], query[k], b[0], b[1]);
-                multiply(score[t + 1], query[k], b[2], b[3]);
+                multiply<BF16>(score[t], query[k], b[0], b[1]);
+                multiply<BF16>(score[t + 1], query[k], b[2], b[3]);
             }
         bool edge = base + TILE - 1 > oldest || (window > 0 && base <= newest - window);
         float now[2] = {largest[0], largest[1]};
@@ -161,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(128) attend_prefill(
             for (int i = 0; i < 4; ++i) result[t][i] *= factor[i >> 1];
 #pragma unroll
         for (int k = 0; k < TILE / 16; ++k) {
-            unsigned a[4] = {pack(score[2 * k][0], score[2 * k][1]), pack(score[2 * k][2], score[2 * k][3]),
+            u32 a[4] = {pack(score[2 * k][0], score[2 * k][1]), pack(score[2 * k][2], score[2 * k][3]),
                              pack(score[2 * k + 1][0], score[2 * k + 1][1]),
                              pack(score[2 * k + 1][2], score[2 * k + 1][3])};
 #pragma unroll
             for (int t = 0; t < HEAD_DIM / 8; t += 2) {
-                unsigned b[4];
+                u32 b[4];
                 load_four<true>(b, value_tile, k * 16 + ((lane >> 3) & 1) * 8 + (lane & 7), t + (lane >> 4));
-                multiply(result[t], a, b[0], b[1]);
-                multiply(result[t + 1], a, b[2], b[3]);
+                multiply<BF16>(result[t], a, b[0], b[1]);
+                multiply<BF16>(result[t + 1], a, b[2], b[3]);
             }
         }
     }
@@ -183,6 +169,6 @@ extern "C" __global__ void __launch_bounds__(128) attend_prefill(
         float inverse = 1.0f / sum[i];
 #pragma unroll
         for (int t = 0; t < HEAD_DIM / 8; ++t)
-            *reinterpret_cast<unsigned*>(to + t * 8) = pack(result[t][2 * i] * inverse, result[t][2 * i + 1] * inverse);
+            *reinterpret_cast<u32*>(to + t * 8) = pack(result[t][2 * i] * inverse, result[t][2 * i + 1] * inverse);
     }
 }
