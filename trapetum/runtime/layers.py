@@ -223,10 +223,27 @@ class Layer:
         observe: Observe | None = None,
     ) -> None:
         """Advance the residual stream ``h``, float32 [batch, positions, hidden], in place; see :class:`Mixer`."""
+        self.mix(h, state, start, rotary, pool, observe)
+        self.feed(h, pool, observe)
+
+    def mix(
+        self,
+        h: Floats,
+        state: Any,
+        start: int,
+        rotary: Rotary | None,
+        pool: Pool,
+        observe: Observe | None = None,
+    ) -> None:
+        """The first half."""
         flat = h.reshape(-1, h.shape[-1])
         x = flat if self.attn_norm is None else self.attn_norm(flat, pool)
         y = self.mixer(x.reshape(h.shape), state, start, rotary, pool, observe)
         flat += y if self.attn_post_norm is None else self.attn_post_norm(y, pool)
+
+    def feed(self, h: Floats, pool: Pool, observe: Observe | None = None) -> None:
+        """The second half."""
+        flat = h.reshape(-1, h.shape[-1])
         x = flat if self.ffn_norm is None else self.ffn_norm(flat, pool)
         y = self.ffn(x, pool, observe)
         flat += y if self.ffn_post_norm is None else self.ffn_post_norm(y, pool)
