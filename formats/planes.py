@@ -401,6 +401,11 @@ class PlanesFile:
         Returns
         -------
         TernaryTensor or DenseTensor
+
+        Raises
+        ------
+        FormatError
+            If a code has no value.
         """
         if name not in self._where:
             return DenseTensor(self._file.read(name, rows))
@@ -414,6 +419,10 @@ class PlanesFile:
         codes, scales = _split(self._file.read(entry.name), entry.rows, width)
         shape = part.shape if rows is None else ()
         values = unpack_bits(codes[chosen], 2, width)
+        if entry.levels == 3 and values.size and values.max() == 3:
+            raise FormatError(
+                f"{self._file.path}: tensor {shown(name)} holds code 3, which 3 levels do not have"
+            )
         return TernaryTensor(values, scales[chosen], entry.levels, entry.rotation, shape)
 
     def close(self) -> None:

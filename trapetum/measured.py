@@ -80,5 +80,7 @@ def _checks(data: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (f"verify: {c['name']}", f"{_STATES.get(c.get('ok'), '')}: {c['detail']}")
         for c in checks
-        if isinstance(c.get("name"), str) and isinstance(c.get("detail"), str) and c.get("ok") in _STATES
+        if isinstance(c.get("name"), str)
+        and isinstance(c.get("detail"), str)
+        and isinstance(c.get("ok"), bool | None)
     ]

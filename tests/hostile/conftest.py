@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,13 +140,3 @@ def model(tmp_path: Path) -> Model:
 def new_model() -> Callable[[Path], Model]:
     """The class itself, for tests that need more than one model."""
     return Model
-
-
-@pytest.fixture(scope="session")
-def catalogue(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every input of the outside catalogue (110 MB, a minute or three), a folder each."""
-    out = tmp_path_factory.mktemp("catalogue")
-    script = shared / "cases" / "make_all.py"
-    command = [sys.executable, "-B", str(script), str(out), "open"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return out

@@ -75,8 +75,16 @@ class Tokenizer:
             Let the tokenizer put its own marks (usually a begin token) around the text. Off by default: an
             evaluation text is cut into windows and has no beginning, and a chat template writes its marks
             itself.
+
+        Raises
+        ------
+        CheckpointError
+            If the tokenizer contradicts itself.
         """
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except Exception as error:  # the library raises plain Exception, as for an unknown token that is not there
+            raise CheckpointError(f"{self.path}: does not encode a text: {error}") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""

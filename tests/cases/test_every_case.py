@@ -8,13 +8,16 @@ nothing written) or ``either``. What this version refuses although the catalogue
 from __future__ import annotations
 
 import json
+import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
 import trapetum
@@ -22,15 +25,9 @@ from trapetum.cli.app import app
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-REFUSED = {
-    "open_18_fp8_plain__block": "fp8",
-    "open_18_fp8_plain__channel": "fp8",
-    "open_18_fp8_plain__tensor": "fp8",
-    "open_21_fused_qkv": "Phi3ForCausalLM",
-    "open_30_stacked_experts__gptoss": "GptOss",
-    "open_30_stacked_experts__missing": "Mixtral",
-    "open_30_stacked_experts__mixtral": "Mixtral",
-}
+REFUSED = {"open_30_stacked_experts__gptoss": "sinks is missing"}  # of which a gpt-oss layer is made, too
+# Refused by name, says the catalogue, or decoded exactly: what is done, and said.
+DECODED = {"open_19_already_quantized__mxfp4": "packed as mxfp4: 7 tensors are decoded exactly"}
 # Not reproduced bit for bit by 16 entries a row: values as stored are compared to this relative squared error.
 LOSSY = {"open_16_sign_symmetry": 1e-2}
 AS_ROOT = (
@@ -38,6 +35,7 @@ AS_ROOT = (
 )
 TINY_TENSORS = "open_02_header_length__many_200000"  # quantized by a test of its own: it is about counts
 GIANT = "open_27_sparse_giant"
+GGUF = "open_31_bad_gguf"
 RSS_LIMIT = 1.5e9
 
 
@@ -48,7 +46,35 @@ def _run(*arguments: str | Path) -> Result:
 def _verdict(name: str, expected: dict[str, Any]) -> tuple[str, list[str]]:
     if name in REFUSED:
         return "reject", [REFUSED[name]]
+    if name in DECODED:
+        return "accept", []
     return expected["verdict"], expected.get("must_mention", [])
+
+
+def _logical(art: Any, name: str) -> NDArray[Any] | None:
+    """A tensor of the oracle, which names what fused and numbered ones mean: Phi-3 with 4 heads and 2 pairs of 32."""
+    if name in art:
+        return art[name].dequantize()
+    if match := re.fullmatch(r"(gate|up|down):(\d+)", name):
+        weight = {"gate": "w1", "up": "w3", "down": "w2"}[match[1]]
+        name = f"model.layers.0.block_sparse_moe.experts.{match[2]}.{weight}.weight"
+        return art[name].dequantize() if name in art else None
+    match = re.fullmatch(r"(.*)\.(q|k|v|gate|up)_proj\.weight", name)
+    if match is None:
+        return None
+    fused = f"{match[1]}.{'qkv' if match[2] in 'qkv' else 'gate_up'}_proj.weight"
+    if fused not in art:
+        return None
+    rows = art[fused].dequantize()
+    half = len(rows) // 2
+    cuts = {
+        "q": (0, half),
+        "k": (half, half + half // 2),
+        "v": (half + half // 2, None),
+        "gate": (0, half),
+        "up": (half, None),
+    }
+    return rows[slice(*cuts[match[2]])]
 
 
 def _values(name: str, artifact: Path, oracle: Path) -> list[str]:
@@ -57,10 +83,10 @@ def _values(name: str, artifact: Path, oracle: Path) -> list[str]:
     with trapetum.open_artifact(artifact) as art, np.load(oracle) as exact:
         for key in exact.files:
             tensor = key.replace("|", "/")
-            if tensor not in art:
+            got, want = _logical(art, tensor), exact[key]
+            if got is None:
                 wrong.append(f"{tensor} is gone")
                 continue
-            got, want = art[tensor].dequantize(), exact[key]
             if got.shape != want.shape or not np.isfinite(got).all():
                 wrong.append(f"{tensor}: {got.shape}, {want.shape} expected, or not finite")
             elif name in LOSSY:
@@ -121,26 +147,27 @@ def _check(case: Path, out: Path) -> tuple[str, list[str]]:
         wrong += _refused(result, mentions, out, time.process_time() - begun)
     else:
         wrong += _accepted(case.name, case, out, dry)
+        if (said := DECODED.get(case.name, "")) not in result.stderr:
+            wrong.append(f"{said!r} is not said")
     return happened, wrong
 
 
-def test_every_case_has_its_verdict(catalogue: Path, tmp_path: Path) -> None:
-    seen = {"accept": 0, "reject": 0}
-    faults = []
-    for case in sorted(catalogue.iterdir()):
-        if case.name in (AS_ROOT, TINY_TENSORS) or case.name.startswith((GIANT, "open_31")):
-            continue
-        happened, wrong = _check(case, tmp_path / case.name)
-        seen[happened] += 1
-        faults += [f"{case.name}: {w}" for w in wrong]
-    assert faults == []
-    assert seen["reject"] >= 25
-    assert seen["accept"] >= 20
+def test_the_verdict(
+    case_name: str, make_case: Callable[[str], Path], tell: Callable[[tuple[Any, ...]], None], tmp_path: Path
+) -> None:
+    if case_name in (AS_ROOT, TINY_TENSORS) or case_name.startswith((GIANT, GGUF)):
+        pytest.skip("has a test of its own")
+    case = make_case(case_name)
+    begun = time.process_time()
+    happened, wrong = _check(case, tmp_path / "out")
+    expected = json.loads((case / "expected.json").read_text(encoding="utf-8"))["verdict"]
+    tell((case_name, expected, happened, time.process_time() - begun, "; ".join(wrong)))
+    assert wrong == []
 
 
-def test_symmetric_models_lose_the_same(catalogue: Path, tmp_path: Path) -> None:
+def test_symmetric_models_lose_the_same(make_case: Callable[[str], Path], tmp_path: Path) -> None:
     """W, -W and W with its rows exchanged; one thread and two give the same bytes."""
-    case = catalogue / "open_16_sign_symmetry"
+    case = make_case("open_16_sign_symmetry")
     errors = {}
     for folder in sorted(p for p in case.iterdir() if p.is_dir()):
         out = tmp_path / folder.name
@@ -156,8 +183,8 @@ def test_symmetric_models_lose_the_same(catalogue: Path, tmp_path: Path) -> None
         assert other == pytest.approx(first, rel=1e-6)
 
 
-def test_memory_does_not_grow_with_the_model(catalogue: Path, tmp_path: Path) -> None:
-    for case in sorted(catalogue.glob(f"{GIANT}*")):
+def test_memory_does_not_grow_with_the_model(make_case: Callable[[str], Path], tmp_path: Path) -> None:
+    for case in map(make_case, (f"{GIANT}__layers_2", f"{GIANT}__layers_8")):
         begun = time.process_time()
         assert _run("inspect", case / "model").exit_code == 0
         assert time.process_time() - begun < 3
@@ -170,18 +197,20 @@ def test_memory_does_not_grow_with_the_model(catalogue: Path, tmp_path: Path) ->
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < RSS_LIMIT
 
 
-def test_a_header_of_200_000_tensors_is_planned_in_seconds(catalogue: Path, tmp_path: Path) -> None:
+def test_a_header_of_200_000_tensors_is_planned_in_seconds(
+    make_case: Callable[[str], Path], tmp_path: Path
+) -> None:
     begun = time.process_time()
-    assert _run("inspect", catalogue / TINY_TENSORS / "model").exit_code == 0
-    report = trapetum.quantize_model(catalogue / TINY_TENSORS / "model", tmp_path / "out", dry_run=True)
+    assert _run("inspect", make_case(TINY_TENSORS) / "model").exit_code == 0
+    report = trapetum.quantize_model(make_case(TINY_TENSORS) / "model", tmp_path / "out", dry_run=True)
     assert len(report.rows) > 200_000
     assert time.process_time() - begun < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < RSS_LIMIT
 
 
-def test_gguf_files(catalogue: Path) -> None:
+def test_gguf_files(make_case: Callable[[str], Path]) -> None:
     """``inspect`` shows what can be listed; ``verify`` passes what is right and nothing else."""
-    case = catalogue / "open_31_bad_gguf"
+    case = make_case(GGUF)
     expected = json.loads((case / "expected.json").read_text(encoding="utf-8"))
     for verdict, code in (("accept", 0), ("reject", 3)):
         for name in expected[verdict]:

@@ -1,0 +1,106 @@
+"""Every reader against damaged files: hypothesis always, a time-boxed random run in the slow set, with its counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+
+def _module() -> Any:
+    name = "trapetum_test_fuzz_targets"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fuzz.py"))
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+FUZZ = _module()
+STEPS = st.lists(
+    st.tuples(st.integers(0, 63), st.floats(0, 1), st.integers(0, (1 << 60) - 1)), min_size=1, max_size=4
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """A target by name, with valid files of its own."""
+    root = tmp_path_factory.mktemp("fuzz")
+    base = FUZZ.make_base(root / "base")
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = FUZZ.Bench(FUZZ.TARGETS[name], base, root / "work" / name)
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", FUZZ.TARGETS)
+def test_the_valid_input_is_accepted(name: str, bench: Callable[[str], Any]) -> None:
+    """Else every damage would be refused for another reason than its own."""
+    target = bench(name)
+    for number in range(len(target.target.uses)):
+        before = target.counts.accepted
+        target.run(number * len(target.files), [])
+        assert (
+            target.counts.accepted == before + 1 or name == "job"
+        )  # a job that is not done cannot be merged
+
+
+@pytest.mark.parametrize("name", FUZZ.TARGETS)
+def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) -> None:
+    target = bench(name)
+
+    @settings(
+        max_examples=int(os.environ.get("TRAPETUM_FUZZ_EXAMPLES", "25")),
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.integers(0, (1 << 20) - 1), STEPS)
+    def run(pick: int, steps: list[Any]) -> None:
+        target.run(pick, steps)
+
+    run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUZZ.TARGETS)
+def test_for_a_while(name: str, bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
+    target = bench(name)
+    target.counts = FUZZ.Counts()
+    seconds = float(os.environ.get("TRAPETUM_FUZZ_SECONDS", "5"))
+    counts = FUZZ.fuzz(target, seconds, int(os.environ.get("TRAPETUM_FUZZ_SEED", "1")))
+    with capsys.disabled():
+        print(
+            f"\nfuzz {name}: {counts.executions} executions, {counts.accepted} accepted, {counts.refused} refused"
+        )
+    assert counts.faults == []
+    assert counts.executions > 3
+
+
+@pytest.mark.parametrize("name", ["safetensors", "recipe"])
+def test_a_fault_would_be_seen(name: str, bench: Callable[[str], Any]) -> None:
+    """The harness itself: a use that raises something else is reported."""
+    target = bench(name)
+    uses, counts = target.target.uses, target.counts
+    try:
+        target.target.uses, target.counts = (lambda path: 1 / 0,), FUZZ.Counts()
+        found = FUZZ.fuzz(target, 0.2, 0)
+        assert found.faults
+        assert "ZeroDivisionError" in found.faults[0]
+    finally:
+        target.target.uses, target.counts = uses, counts
