@@ -51,6 +51,7 @@ V3 = {
     "n_group": 2,
     "topk_group": 1,
 }
+FEW = {**V3, "n_routed_experts": 2, "n_group": 1, "num_experts_per_tok": 1}
 GEMMA = {
     "architectures": ["Gemma2ForCausalLM"],
     "vocab_size": 512,
@@ -80,7 +81,10 @@ PHI3 = {
 HEAD4 = {"bits": 4, "rules": [{"role": ["head"], "bits": 4}]}
 EXPERTS2 = {
     "bits": 4,
-    "rules": [{"glob": ["*.mlp.experts.*"], "scheme": "additive", "bits": 2}, {"role": ["head"], "bits": 4}],
+    "rules": [
+        {"glob": ["*.mlp.experts.*"], "scheme": "additive", "bits": 2, "effort": "fast"},
+        {"role": ["head"], "bits": 4},
+    ],
 }
 SHARED8 = {"bits": 4, "rules": [{"glob": ["*.shared_experts.*"], "bits": 8}]}
 
@@ -119,7 +123,7 @@ def pressed(tmp_path, config, recipe, magic=None):
         (V3, HEAD4, None, "CBKR"),
         (V3, SHARED8, None, "CBKS"),
         (V3, SHARED8, "CBKR", "CBKR"),
-        (V3, EXPERTS2, None, "CBKV"),
+        pytest.param(FEW, EXPERTS2, None, "CBKV", marks=pytest.mark.slow),
     ],
 )
 def test_records_are_the_artifact(tmp_path, config, recipe, magic, expected):
@@ -150,7 +154,13 @@ def test_records_are_the_artifact(tmp_path, config, recipe, magic, expected):
 
 
 @pytest.mark.parametrize(
-    ("config", "recipe"), [(V2_LITE, HEAD4), (V3, HEAD4), (V3, EXPERTS2), (GEMMA, HEAD4)]
+    ("config", "recipe"),
+    [
+        (V2_LITE, HEAD4),
+        (V3, HEAD4),
+        pytest.param(FEW, EXPERTS2, marks=pytest.mark.slow),
+        (GEMMA, HEAD4),
+    ],
 )
 def test_the_file_runs_as_the_artifact(tmp_path, config, recipe):
     """But for float16 of embedding and small matrices (and of Gemma's head, which is fitted)."""
@@ -260,8 +270,9 @@ def test_a_wanted_magic(tmp_path):
             export_artifact(tmp_path / "m", "cbk", tmp_path / "c", magic=magic)
 
 
+@pytest.mark.slow
 def test_additive_experts_are_fitted_where_they_are_asked_for(tmp_path):
-    write(tmp_path / "m", {**V3, "n_routed_experts": 2, "n_group": 1, "num_experts_per_tok": 1})
+    write(tmp_path / "m", FEW)
     with plan_export(tmp_path / "m", "cbk", tmp_path / "c", magic="CBKV") as plan:
         plan.write()
         rows = {row.name: row for row in plan.rows}
