@@ -157,12 +157,12 @@ def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
 def not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     """Say which tensors were asked to be taken over and are not ternary; all of them is an error."""
     both = zip(plan.rows, settled, strict=True)
-    asked = [now for was, now in both if isinstance(was.scheme, AsIs) and not _decoded(plan, now)]
-    kept = [r.name for r in asked if isinstance(r.scheme, Keep)]
+    asked = [now for was, now in both if isinstance(was.scheme, AsIs)]
+    kept = [r.name for r in asked if isinstance(r.scheme, Keep) and not _decoded(plan, r)]
     if asked and len(kept) == len(asked):
         raise UnsupportedModelError(
-            f"{plan.source.path}: scheme asis takes over weights that are ternary, GGUF blocks or AQLM codes "
-            f"already, and none of {len(asked)} tensors is, such as {kept[0]}",
+            f"{plan.source.path}: scheme asis takes over weights that are ternary or packed already (GGUF, MXFP4, "
+            f"FP8, AQLM), and none of {len(asked)} tensors is, such as {kept[0]}",
             hint="Quantize it: --bits 4, or --scheme ternary and read what that costs.",
         )
     if not kept:
