@@ -47,11 +47,17 @@ __device__ float block_sum(float v, float* shared) {
     return total;
 }
 
-// h[m] = table[ids[m]] * scale; grid (M), any block.
-extern "C" __global__ void embed_dense(const act* table, const int* ids, float* h, int hidden, float scale) {
+// h[m] = table[ids[m]] * factor; grid (M), any block.
+extern "C" __global__ void embed_dense(const act* table, const int* ids, float* h, int hidden, float factor) {
     const act* row = table + (size_t)ids[blockIdx.x] * hidden;
     for (int i = threadIdx.x; i < hidden; i += blockDim.x)
-        h[(size_t)blockIdx.x * hidden + i] = widen(row[i]) * scale;
+        h[(size_t)blockIdx.x * hidden + i] = widen(row[i]) * factor;
+}
+
+// x *= factor; any grid and block.
+extern "C" __global__ void scale(float* x, int count, float factor) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) x[i] *= factor;
 }
 
 // h[m] += delta[m] (where there is one); x[m] = h[m] / rms(h[m]) * weight. Grid (M), block a multiple of 32 <= 1024.

@@ -25,6 +25,9 @@ __all__ = ["LAYOUTS", "MOST_TOKENS", "CudaLinear", "cuda_linear", "out_kind"]
 MOST_TOKENS = 16
 """Tokens that one launch of a matrix-vector kernel takes."""
 
+# Four stages of 128 x 128 codes and 128 groups, and their barriers.
+_GEMM_SHARED = 4 * (128 * 128 + 128 * 8) + 64
+
 _KINDS = {"float16": 0, "uint16": 1, "bfloat16": 1, "float32": 2}
 _ACTIVATIONS = {"float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
 
@@ -171,8 +174,10 @@ class CudaLinear(ABC):
             out = cupy.empty((tokens, self.rows), x.dtype)
         if out.shape != (tokens, self.rows) or not out.flags.c_contiguous:
             raise ValueError(f"out has shape {out.shape}; contiguous {(tokens, self.rows)} is needed")
-        for first in range(0, tokens, MOST_TOKENS):
-            self._multiply_few(x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS], stream)
+        if tokens > MOST_TOKENS:
+            self._multiply_many(x, out, stream)
+        else:
+            self._multiply_few(x, out, stream)
         return out
 
     def _check(self, x: Any) -> None:
@@ -188,6 +193,10 @@ class CudaLinear(ABC):
         aligned = x.data.ptr % 16 == 0 and self.in_features % 8 == 0
         arguments = (*self.pointers(), x, out, *self._common(launch, tokens, out, aligned))
         launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream)
+
+    def _multiply_many(self, x: Any, out: Any, stream: Any) -> None:
+        for first in range(0, x.shape[0], MOST_TOKENS):
+            self._multiply_few(x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS], stream)
 
     def _common(self, launch: Launch, tokens: int, out: Any, aligned: bool) -> tuple[Any, ...]:
         """Workspace, and the fields of ``Work``."""
@@ -377,9 +386,25 @@ class TernaryLinear(CudaLinear):
             arguments = (self.data, x, np.uintp(0), np.uintp(0), np.int32(0), out, *common)
             launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream)
             return
-        codes, groups, slots = self.workspace.activations(tokens, self.in_features)
+        slots = -(-tokens // 8) * 8
+        codes, groups = self.workspace.activations(slots, self.in_features)
         self.quantize(x, codes, groups, slots, stream)
         self.multiply_quantized(codes, groups, slots, tokens, out, stream)
+
+    def _multiply_many(self, x: Any, out: Any, stream: Any) -> None:
+        if card().capability != 90:
+            super()._multiply_many(x, out, stream)
+            return
+        tokens = x.shape[0]
+        found = kernels("ternary_gemm")
+        tiles = -(-tokens // 128)
+        codes, groups = self.workspace.activations(tiles * 128, self.in_features)
+        numbers = (tokens, self.in_features, x.data.ptr % 8 == 0)
+        warps = tiles * 128 * (self.in_features // 128)
+        quantize = found[f"quantize_tiles_{_ACTIVATIONS[x.dtype.name]}"]
+        quantize.launch((-(-warps // 8),), 256, (x, codes, groups, *map(np.int32, numbers)), 0, stream)
+        arguments = (self.data, codes, groups, out, np.int32(0), np.int32(0), *self._work(tokens, out_kind(out), True))
+        found["ternary_gemm"].launch((tiles, -(-self.rows // 128)), 288, arguments, _GEMM_SHARED, stream)
 
     def quantize(self, x: Any, codes: Any, groups: Any, slots: int, stream: Any = None) -> None:
         """Activations -> 8-bit codes and groups, as ``ternary.cuh`` says.

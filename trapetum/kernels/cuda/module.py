@@ -45,7 +45,11 @@ SOURCES: dict[str, tuple[str, ...]] = {
     **{f"additive{count}": ("additive.cu", f"-DBOOKS={count}") for count in (1, 2, 3, 4)},
     "codebook4": ("codebook4.cu",),
     "codebook8": ("codebook8.cu",),
+    "decoder_bf16": ("decoder.cu", "-DTRAPETUM_BF16"),
+    "decoder_f16": ("decoder.cu",),
+    **{f"prefill_f16_{dim}": ("prefill.cu", f"-DHEAD_DIM={dim}") for dim in range(16, 257, 16)},
     "ternary": ("ternary.cu",),
+    "ternary_gemm": ("ternary_gemm.cu",),
 }
 """What can be asked of :func:`kernels`: a file, and the definitions that it is compiled with."""
 MINIMUM = 80

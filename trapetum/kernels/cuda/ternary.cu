@@ -21,7 +21,9 @@ DEVICE void quantize_all(const u16* x, u8* codes, Group* groups, int tokens, int
         Group found = {0.f, 0};
         if (token < tokens) {
             const u64 at = (u64)token * in_features + group * 128;
-            found = quantize_group<BF16>(x + at, codes + at, aligned);
+            const int lane = threadIdx.x & 31;
+            u8* to = codes + at + lane / 8 * 32 + lane % 8;
+            found = quantize_group<BF16>(x + at, aligned, [&](int s) { return to + s * 8; });
         }
         if ((threadIdx.x & 31) == 0) groups[group * slots + token] = found;
     }

@@ -12,8 +12,8 @@ struct Group {
     int sum;
 };
 
-// One warp quantizes 128 inputs; `codes` are the 128 bytes of the group.
-template <bool BF16> DEVICE Group quantize_group(const u16* x, u8* codes, bool aligned) {
+// One warp quantizes 128 inputs. place(element) is where the code of one goes.
+template <bool BF16, class Place> DEVICE Group quantize_group(const u16* x, bool aligned, Place place) {
     const int lane = threadIdx.x & 31;
     float v[4];
     if (aligned) {
@@ -31,7 +31,7 @@ template <bool BF16> DEVICE Group quantize_group(const u16* x, u8* codes, bool a
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
         const int q = scale > 0.f ? max(-127, min(127, __float2int_rn(v[s] / scale))) : 0;
-        codes[lane / 8 * 32 + s * 8 + lane % 8] = (u8)q;
+        *place(s) = (u8)q;
         sum += q;
     }
     return Group{scale, __reduce_add_sync(~0u, sum)};

@@ -42,15 +42,13 @@ class Workspace:
         if count > self.arrived.size:
             self.arrived = self._grown(self.arrived, count)
 
-    def activations(self, tokens: int, in_features: int) -> tuple[Any, Any, int]:
-        """Buffers for quantized activations: codes, groups, and the slots of a group."""
-        slots = -(-tokens // 8) * 8
-        groups = in_features // 128 * slots
+    def activations(self, tokens: int, in_features: int) -> tuple[Any, Any]:
+        """Buffers for quantized activations: a byte an input, and 8 bytes for each group of 128."""
         if tokens * in_features > self._codes.size:
             self._codes = self._grown(self._codes, tokens * in_features)
-        if groups > self._groups.size:
-            self._groups = self._grown(self._groups, groups)
-        return self._codes, self._groups, slots
+        if tokens * in_features // 128 > self._groups.size:
+            self._groups = self._grown(self._groups, tokens * in_features // 128)
+        return self._codes, self._groups
 
     def _grown(self, buffer: Any, count: int) -> Any:
         self._kept.append(buffer)
