@@ -37,7 +37,7 @@ from trapetum.formats.gguf_names import gguf_name, hf_name
 from trapetum.formats.gguf_values import ValueType
 from trapetum.formats.gguf_writer import GgufWriter
 from trapetum.formats.safetensors import SafetensorsFile
-from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter, header_bytes
 
 __all__ = [
     "ImatrixFile",
@@ -49,6 +49,7 @@ __all__ = [
 ]
 
 MOMENTS_FORMAT = "trapetum-moments-1"
+_MOST_TOKENS = 10**18
 
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_(exps|shexp)\.weight$")
 _HF_EXPERT = re.compile(r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
@@ -376,7 +377,8 @@ def write_imatrix(
     ----------
     path : path-like
     squares : mapping of str to (ndarray, int)
-        By the checkpoint's name of the weight: sum of squares of each input [in_features], and tokens.
+        By the checkpoint's name of the weight: sum of squares of each input [in_features], and tokens. Experts of a
+        layer become rows of one stack.
     datasets : sequence of str
         What was read; informative.
     chunk_size : int
@@ -388,19 +390,25 @@ def write_imatrix(
     list of str
         Weights that have no GGUF name and were left out.
     """
-    named = {gguf_name(name): value for name, value in squares.items()}
-    left_out = [name for name in squares if gguf_name(name) is None]
-    named.pop(None, None)
-    most = max((count for _, count in named.values()), default=0)
+    stacks: dict[str, dict[int, tuple[NDArray[Any], int]]] = {}
+    left_out = []
+    for name, value in squares.items():
+        key, expert = _located(name)
+        if key == name:
+            left_out.append(name)
+        else:
+            stacks.setdefault(key, {})[expert] = value
+    most = max((count for stack in stacks.values() for _, count in stack.values()), default=0)
+    arrays = {}
+    for key, stack in sorted(stacks.items()):
+        members = [stack[expert] for expert in sorted(stack)]
+        arrays[f"{key}.in_sum2"] = np.stack([np.asarray(sums, np.float32) for sums, _ in members])
+        arrays[f"{key}.counts"] = np.array([[count] for _, count in members], np.float32)
     with GgufWriter(Path(path), replace=replace) as writer:
         writer.add("general.type", "imatrix")
         writer.add("imatrix.datasets", list(datasets), ValueType.ARRAY, ValueType.STRING)
         writer.add("imatrix.chunk_count", -(-most // chunk_size), ValueType.UINT32)
         writer.add("imatrix.chunk_size", chunk_size, ValueType.UINT32)
-        arrays = {}
-        for name, (sums, count) in sorted(named.items(), key=lambda item: str(item[0])):
-            arrays[f"{name}.in_sum2"] = np.asarray(sums, np.float32).reshape(1, -1)
-            arrays[f"{name}.counts"] = np.array([[count]], np.float32)
         for name, array in arrays.items():
             writer.add_tensor(name, "F32", array.shape)
         writer.begin()
@@ -417,8 +425,6 @@ class MomentsWriter:
     path : path-like
     inputs : iterable of (tuple of str, int)
         The distinct inputs in the order of writing: the weights that read each, and its length.
-    tokens : int
-        Tokens that every input saw.
     datasets : sequence of str
     """
 
@@ -426,7 +432,6 @@ class MomentsWriter:
         self,
         path: str | os.PathLike[str],
         inputs: Iterable[tuple[Sequence[str], int]],
-        tokens: int,
         datasets: Sequence[str] = (),
     ) -> None:
         entries = []
@@ -435,21 +440,28 @@ class MomentsWriter:
             key = f"{weights[0]}.moment"
             entries.append(Entry(key, np.dtype(np.float32), (width, width)))
             shared |= dict.fromkeys(weights, key)
-        metadata = {
+        self._tokens = {e.name: _MOST_TOKENS for e in entries}  # room for any number
+        self._metadata = {
             "format": MOMENTS_FORMAT,
             "inputs": json.dumps(shared),
-            "tokens": json.dumps({e.name: tokens for e in entries}),
             "datasets": json.dumps(list(datasets)),
         }
-        self._writer = SafetensorsWriter(Path(path), entries, metadata)
+        reserve = len(header_bytes(entries, self._with_tokens()))
+        self._writer = SafetensorsWriter(Path(path), entries, self._with_tokens(), reserve=reserve)
+
+    def _with_tokens(self) -> dict[str, str]:
+        return {**self._metadata, "tokens": json.dumps(self._tokens)}
 
     def __enter__(self) -> Self:
         self._writer.__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self._writer.metadata = self._with_tokens()
         self._writer.__exit__(*exc)
 
-    def write(self, weights: Sequence[str], moment: NDArray[Any]) -> None:
-        """Write the next input's ``mean(x x^T)``."""
-        self._writer.write(f"{weights[0]}.moment", np.ascontiguousarray(moment, np.float32))
+    def write(self, weights: Sequence[str], moment: NDArray[Any], tokens: int) -> None:
+        """Write the next input's ``mean(x x^T)`` over so many tokens."""
+        key = f"{weights[0]}.moment"
+        self._tokens[key] = tokens
+        self._writer.write(key, np.ascontiguousarray(moment, np.float32))

@@ -225,11 +225,11 @@ def collect_moments(
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")
         pool = Pool(threads)
         try:
-            writer = MomentsWriter(out, distinct_inputs(source), ids.size, [text.name])
+            writer = MomentsWriter(out, distinct_inputs(source), [text.name])
             with writer:
                 for inputs in collect(source, ids, pool, moments=True, progress=progress):
                     if inputs.moment is not None:
-                        writer.write(inputs.weights, inputs.moment / inputs.tokens)
+                        writer.write(inputs.weights, inputs.moment / max(inputs.tokens, 1), inputs.tokens)
         finally:
             pool.close()
 

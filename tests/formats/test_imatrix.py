@@ -148,9 +148,9 @@ def test_moments_are_shared_by_the_weights_that_read_them(tmp_path: Path) -> Non
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 3))
     weights = [Q, Q.replace("q_proj", "k_proj")]
-    with MomentsWriter(tmp_path / "m", [(weights, 3), (["o"], 2)], 50, ["a.txt"]) as writer:
-        writer.write(weights, x.T @ x / 50)
-        writer.write(["o"], np.eye(2))
+    with MomentsWriter(tmp_path / "m", [(weights, 3), (["o"], 2)], ["a.txt"]) as writer:
+        writer.write(weights, x.T @ x / 50, 50)
+        writer.write(["o"], np.eye(2), 7)
     with open_statistics(tmp_path / "m") as file:
         first, second = file.moment(weights[0], 3), file.moment(weights[1], 3)
         assert first[0] == second[0]
@@ -163,7 +163,7 @@ def test_moments_are_shared_by_the_weights_that_read_them(tmp_path: Path) -> Non
 
 
 def test_refuses_a_moment_with_nan(tmp_path: Path) -> None:
-    with MomentsWriter(tmp_path / "m", [([Q], 2)], 5) as writer:
-        writer.write([Q], np.array([[1.0, np.nan], [np.nan, 1.0]]))
+    with MomentsWriter(tmp_path / "m", [([Q], 2)]) as writer:
+        writer.write([Q], np.array([[1.0, np.nan], [np.nan, 1.0]]), 5)
     with open_statistics(tmp_path / "m") as file, pytest.raises(FormatError, match="2 NaN"):
         file.moment(Q, 2)
