@@ -244,6 +244,24 @@ def test_a_wrong_kernel_is_found(made, monkeypatch):
     assert not results(report)["decoder"]
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_wrong_fused_kernel_is_found(made, monkeypatch, tokens):
+    from trapetum.kernels.cpu.prepared import Codebook16
+
+    multiply = Codebook16.multiply
+
+    def careless(self, form, out, begin, end):
+        multiply(self, form, out, begin, end)
+        if len(out) == tokens and begin == 0:
+            out[-1, 0] *= np.float32(1.5)  # one output of one row
+
+    monkeypatch.setattr(Codebook16, "multiply", careless)
+    report = verify_path(made / "artifact")
+    assert results(report)["integrity"]
+    assert not results(report)["decoder"]
+    assert "fused product of Codebook16" in report.checks[1].detail
+
+
 def test_logits_that_say_nothing_are_found(made, tmp_path, demo_model, demo_text):
     """A head with the opposite sign: finite, of the right length, and worse than guessing."""
     file = tmp_path / "x.cbk"

@@ -6,7 +6,8 @@ check              what is compared
 integrity          every byte with its checksum (an artifact; a ``.cbk`` with a manifest, a GGUF or a folder with
                    its list of sums, as exports write them); lengths and headers; all floating-point values are
                    finite; padding is zero
-decoder            every matrix as the compiled kernels decode and multiply it, with the NumPy decode
+decoder            every matrix as the compiled kernels decode and multiply it, in every form that they
+                   hold it in, with the NumPy decode
 reconstruction     every tensor with the source's: kept ones bit for bit, quantized ones by relative squared
                    error, which must be the recorded one
 logits             the model's with the source's on a text: KL, top-1 agreement, both perplexities
@@ -35,8 +36,8 @@ from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import text_config
 from trapetum.progress import Progress
+from trapetum.runtime.agreement import deviations
 from trapetum.runtime.checks import Check, VerifyReport, blocks
-from trapetum.runtime.matrix import build_matrix
 from trapetum.runtime.reconstruction import reconstruction
 from trapetum.tensors import DenseTensor
 
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     from trapetum.runtime.model import Model
 
 __all__ = ["Check", "VerifyReport", "verify_path"]
-
-# float32 sums against float64, over the product of the norms.
-_PRODUCT_TOLERANCE = 1e-5
 
 
 def verify_path(
@@ -184,38 +182,36 @@ def _non_finite(opened: TensorSource, progress: Progress) -> Iterator[str]:
 
 
 def _decoder(opened: TensorSource, pool: Pool, progress: Progress) -> Check:
-    """Compiled decode == NumPy decode, bit for bit; compiled product close to the float64 one."""
+    """See ``runtime.agreement``."""
     names = [n for n in opened.names() if opened.layout(n) != DenseTensor.layout]
     if not names:
         return Check("decoder", None, None, "nothing is quantized")
     rng = np.random.default_rng(0)
-    faults, worst = [], 0.0
+    faults: dict[str, str] = {}
+    worst = {"product": 0.0, "fused product": 0.0}
     progress.begin("checking decoders", sum(math.prod(opened.shape(n)) for n in names), "w")
     for name in names:
         for block in blocks(opened.shape(name)):
             tensor = opened.load(name, block)
-            matrix, expected = build_matrix(tensor, pool, expand=False), tensor.dequantize(slice(None))
-            x = rng.standard_normal((1, matrix.in_features)).astype(np.float32)
-            with np.errstate(all="ignore"):  # infinities are found by name elsewhere
-                wide = expected.astype(np.float64)
-                scale = np.linalg.norm(x) * np.linalg.norm(wide, axis=1) + np.finfo(np.float32).tiny
-                gap = np.abs(matrix(x) - x.astype(np.float64) @ wide.T) / scale
-            deviation = float(np.max(gap, initial=0.0))
-            worst = max(worst, deviation)
-            if not np.array_equal(matrix.tile(slice(0, matrix.rows)), expected):
-                faults.append(f"{name}: the compiled decode differs from the NumPy decode")
-            elif not deviation <= _PRODUCT_TOLERANCE:
-                faults.append(f"{name}: the compiled product differs by {deviation:.1e} of the norms")
-            progress.advance(expected.size)
+            for what, deviation, limit in deviations(tensor, pool, rng):
+                kind = "fused product" if "fused" in what else "product"
+                if "product" in what:
+                    worst[kind] = max(worst[kind], deviation)
+                if not deviation <= limit:
+                    faults.setdefault(
+                        name, f"{name}: {what} differs by {deviation:.1e}, more than {limit:.0e}"
+                    )
+            progress.advance(math.prod(tensor.shape))
         opened.release(name)
     progress.end()
     if faults:
-        return Check("decoder", False, worst, listed(faults))
+        return Check("decoder", False, worst["product"], listed(list(faults.values())))
     return Check(
         "decoder",
         True,
-        worst,
-        f"{len(names)} matrices decode alike, products within {worst:.1e} of the norms",
+        worst["product"],
+        f"{len(names)} matrices decode alike, products within {worst['product']:.1e} of a row's, "
+        f"fused ones within {worst['fused product']:.1e}",
     )
 
 

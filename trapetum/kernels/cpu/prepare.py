@@ -35,7 +35,7 @@ from trapetum.tensors import (
     TernaryTensor,
 )
 
-__all__ = ["prepare"]
+__all__ = ["every_form", "prepare"]
 
 _CHUNK_WEIGHTS = 1 << 20
 _PLAIN = ("float32", "float16", "bfloat16")
@@ -69,14 +69,22 @@ def prepare(tensor: QuantizedTensor, *, precise: bool = False, expand: bool = Fa
             return Ternary(tensor.codes, tensor.scales, precise=precise)
     elif isinstance(tensor, AdditiveTensor):
         return Additive(tensor.codes, tensor.codebooks, tensor.scales)
-    elif isinstance(tensor, AdditiveTensor):
-        return Additive(tensor.codes, tensor.codebooks, tensor.scales)
     elif isinstance(tensor, BlockTensor):
         if tensor.type in _TWO_BITS:
             return _two_bits(tensor, precise)
         if tensor.type in _FORMS:
             return _blocks(tensor, _FORMS[tensor.type])
     return None
+
+
+def every_form(tensor: QuantizedTensor) -> list[Prepared]:
+    """All forms that :func:`prepare` can give a tensor, each once."""
+    found: dict[tuple[type[Prepared], bool], Prepared] = {}
+    for precise, expand in ((False, False), (True, False), (False, True)):
+        one = prepare(tensor, precise=precise, expand=expand)
+        if one is not None:
+            found.setdefault((type(one), getattr(one, "precise", False)), one)
+    return list(found.values())
 
 
 def _fits(group_size: int) -> bool:
