@@ -19,9 +19,21 @@ from numpy.typing import NDArray
 
 from trapetum.errors import OutputError
 from trapetum.formats.atomic import atomic_file
-from trapetum.formats.cbk_records import CbkHeader
+from trapetum.formats.cbk_records import CbkHeader, Record
 
-__all__ = ["CbkWriter"]
+__all__ = ["CbkWriter", "record_entry"]
+
+
+def record_entry(record: Record, sha256: str) -> dict[str, Any]:
+    """What the manifest says of a record."""
+    return {
+        "name": record.name,
+        "kind": record.kind,
+        "shape": list(record.shape),
+        "offset": record.offset,
+        "nbytes": record.nbytes,
+        "sha256": sha256,
+    }
 
 
 class CbkWriter:
@@ -109,16 +121,7 @@ class CbkWriter:
             written += data.nbytes
         if written != record.nbytes:
             raise ValueError(f"record {name} has {written} bytes; {record.nbytes} are due")
-        self.entries.append(
-            {
-                "name": name,
-                "kind": record.kind,
-                "shape": list(record.shape),
-                "offset": record.offset,
-                "nbytes": record.nbytes,
-                "sha256": digest.hexdigest(),
-            }
-        )
+        self.entries.append(record_entry(record, digest.hexdigest()))
 
     def _put(self, data: memoryview) -> None:
         if self._file is None:

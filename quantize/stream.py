@@ -30,16 +30,33 @@ from trapetum.quantize.ldlq import ROWS as FEEDBACK_ROWS
 from trapetum.quantize.plan import Plan, PlanRow
 from trapetum.quantize.statistics import one_blas_thread
 from trapetum.quantize.ternary_intake import add_proofs, proof_text
-from trapetum.tensors import LAYOUTS, matrix_shape
+from trapetum.tensors import LAYOUTS, QuantizedTensor, matrix_shape
 
-__all__ = ["finished_part", "quantize_tensors"]
+__all__ = ["Pressed", "cuts", "finished_part", "press_block", "quantize_tensors"]
 
 _Item = tuple[PlanRow, slice]
 
 
 @dataclass(frozen=True)
+class Pressed:
+    """Result of one row block.
+
+    Parameters
+    ----------
+    tensor : QuantizedTensor
+    errors : tuple of ndarray, optional
+        Squared error and squares of each row; None where nothing is searched.
+    proof : mapping, optional
+    """
+
+    tensor: QuantizedTensor
+    errors: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+    proof: Mapping[str, int | float] | None = None
+
+
+@dataclass(frozen=True)
 class _Block:
-    """Result of one row block: stored arrays, layout parameters, squared error and squares of each row, a proof."""
+    """What is written of a row block: stored arrays, layout parameters, errors, a proof."""
 
     arrays: dict[str, NDArray[Any]]
     params: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +123,7 @@ def quantize_tensors(
     cpu = cpu_features()
     if todo and not mixed_cpus:
         require_one_cpu(parts.parent.parent, made.values(), cpu)
-    items = ((row, cut) for _, row in todo for cut in _cuts(plan, row, budget))
+    items = ((row, cut) for _, row in todo for cut in cuts(plan, row, budget.block_weights))
     fits = Fits(plan)
     blas = one_blas_thread() if plan.statistics is not None else None
     pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
@@ -116,7 +133,7 @@ def quantize_tensors(
         for i, row in todo:
             start = time.monotonic()
             with PartWriter(parts, i, row.name, row.arrays, cpu) as part:
-                mine = itertools.islice(results, len(_cuts(plan, row, budget)))
+                mine = itertools.islice(results, len(cuts(plan, row, budget.block_weights)))
                 entry = part.finish(_write(plan, row, mine, part, progress))
             published = read_part(parts, i, row.name, check_data=False)
             if published is None:
@@ -136,29 +153,34 @@ def quantize_tensors(
     return {row.name: made[row.name] for _, row in chosen}, len(chosen) - len(todo)
 
 
-def _cuts(plan: Plan, row: PlanRow, budget: MemoryBudget) -> list[slice]:
+def cuts(plan: Plan, row: PlanRow, block_weights: int) -> list[slice]:
+    """The row blocks that a tensor is worked on in."""
     count, width = matrix_shape(row.shape)
     if plan.statistics is not None and plan.statistics.has_moment(row):
         return row_blocks(
             count, 1, FEEDBACK_ROWS
         )  # BLAS rounds by the number of rows: cut by the shape alone
-    return row_blocks(count, width, budget.block_weights) if width else []
+    return row_blocks(count, width, block_weights) if width else []
 
 
-def _work(plan: Plan, fits: Fits, item: _Item) -> _Block:
-    """Quantize one row block; runs on a worker thread."""
-    row, cut = item
+def press_block(plan: Plan, fits: Fits, row: PlanRow, cut: slice) -> Pressed:
+    """Quantize one row block; of a row with a second moment, one of :func:`cuts`."""
     taken = plan.taken(row, cut)
     if taken is not None:
-        return _Block(taken.to_arrays(), taken.params())
+        return Pressed(taken)
     values = plan.values(row, cut)
     seed = tensor_seed(plan.recipe.seed, row.name)
     scheme = fits.scheme(row)
     tensor = scheme.quantize(values, plan.importance(row), wide=row.wide, seed=seed)
-    proof = scheme.proof(values, tensor)
-    result = _Block(tensor.to_arrays(), tensor.params(), scheme.errors(values, tensor), proof)
+    result = Pressed(tensor, scheme.errors(values, tensor), scheme.proof(values, tensor))
     plan.source.release(row.name, cut)
     return result
+
+
+def _work(plan: Plan, fits: Fits, item: _Item) -> _Block:
+    """Runs on a worker thread."""
+    found = press_block(plan, fits, *item)
+    return _Block(found.tensor.to_arrays(), found.tensor.params(), found.errors, found.proof)
 
 
 def _write(
