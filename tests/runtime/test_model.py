@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,15 @@ def test_packed_weights_are_refused(memory_source: Sources) -> None:
 
 
 def test_other_devices_are_refused(demo_model: Path) -> None:
-    with pytest.raises(KernelUnavailable, match="cuda"):
+    with pytest.raises(KernelUnavailable, match="'tpu'; cpu, cuda are known"):
+        trapetum.load(demo_model, device="tpu")
+
+
+def test_cuda_without_cupy_says_what_is_missing(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelUnavailable, match="CuPy, which is not installed") as caught:
         trapetum.load(demo_model, device="cuda")
+    assert "trapetum[cuda13]" in (caught.value.hint or "")
 
 
 def test_a_refused_model_leaves_no_file_open(

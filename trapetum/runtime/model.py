@@ -8,7 +8,7 @@ computed only where asked for. Results have the same bits at any thread count (s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
     from trapetum.runtime.tokenizer import Tokenizer
 
-__all__ = ["Model", "load"]
+__all__ = ["DEVICES", "Model", "load"]
 
 Floats = NDArray[np.float32]
 
 # Elements of the widest activation of one block: 4 MiB. With 16 MiB the allocator gave them back to the system each
 # time, and page faults took 13 % of the time of books-18m (8369 tokens, one Zen1 core: 5.43 s, with 4 MiB 4.93 s).
 _ACTIVATIONS = 1 << 20
+DEVICES = ("cpu", "cuda")
 _LOGITS = 16 << 20  # elements of one block of logits inside the library
 
 
@@ -47,41 +48,52 @@ def load(
     threads: int | None = None,
     precision: str = "exact",
     cache_type: str = "f32",
+    experts: str = "card",
 ) -> Model:
     """Load any supported model for inference.
 
     Parameters
     ----------
     path : path-like
-        Hugging Face folder, artifact, ``.cbk``.
+        Hugging Face folder, artifact, ``.cbk``, GGUF or planes.
     device : str
-        ``cpu``.
+        ``cpu`` or ``cuda`` (``runtime.cuda``).
     threads : int, optional
         All CPUs of the process when omitted; the numbers do not depend on it.
     precision : str
         ``exact`` gives the numbers of the decoded model in float32; ``precise`` and ``fast`` round activations
         to integers where few tokens are multiplied: see ``runtime.matrix``.
     cache_type : str
-        How attention keeps keys and values: ``f32``, or ``f16`` in half the memory.
+        How attention keeps keys and values: ``f32``, or ``f16`` in half the memory. On the card always ``f16``.
+    experts : str
+        Where routed experts run if the device is ``cuda``: ``card`` or ``cpu``.
 
     Raises
     ------
     KernelUnavailable
-        For another device.
+        For another device, or if there is no card or no kernel for a part of the model.
     RecipeError
         If the precision or the cache type is unknown.
     CheckpointError, FormatError, UnsupportedModelError
         If the model cannot be read or run.
     """
-    if device != "cpu":
-        raise KernelUnavailable(
-            f"device is {device!r}; this version runs on cpu only", hint="use --device cpu, or leave it out"
-        )
+    if device not in DEVICES:
+        raise KernelUnavailable(f"device is {device!r}; {', '.join(DEVICES)} are known")
+    if experts not in ("card", "cpu"):
+        raise RecipeError(f"experts is {experts!r}; card and cpu are allowed")
     pool = Pool(threads)
     from trapetum.formats.source import open_source
 
+    if device == "cuda":
+        from trapetum.kernels.cuda.module import import_cupy
+
+        import_cupy()  # before anything is read
     source = open_source(path)
     try:
+        if device == "cuda":
+            from trapetum.runtime.cuda.model import CardModel
+
+            return CardModel(source, pool, experts)
         return Model(source, pool, precision, cache_type)
     except BaseException:
         source.close()
@@ -104,6 +116,8 @@ class Model:
     config : ModelConfig
     vocab_size : int
         Columns of the logits.
+    vocabulary : int
+        Rows of the embedding.
     real_vocab_size : int
         Without the rows that pad the vocabulary of a ``.cbk``; sampling and evaluation look no further.
 
@@ -137,12 +151,17 @@ class Model:
             shapes = {name: tuple(source.shape(name)) for name in source.names()}
             self.config.architecture.check_tensors(self.config, shapes)
         self.weights = Weights(source, self.config, self.pool, precision, cache_type)
+        self._build()
+
+    def _build(self) -> None:
+        """Load the weights."""
         self.embed = self.weights.matrix("embed")
-        self._embed_rotation = rotation_of(source, self.weights.place("embed").name)
+        self._embed_rotation = rotation_of(self.source, self.weights.place("embed").name)
         self.head = self._head()
         self.layers = [self._layer(i) for i in range(self.config.num_hidden_layers)]
         self.final_norm = self.weights.norm("final_norm")
         self.vocab_size = self.head.matrix.rows
+        self.vocabulary = self.embed.rows
 
     def __enter__(self) -> Self:
         return self
@@ -215,9 +234,12 @@ class Model:
         which can beat every real one.
         """
         stop = self.vocab_size
-        while self.source.kind == "cbk" and stop > 1 and not self.embed.look_up(np.array([stop - 1])).any():
+        while self.source.kind == "cbk" and stop > 1 and not self._embedding_row(stop - 1).any():
             stop -= 1
         return stop
+
+    def _embedding_row(self, token: int) -> Floats:
+        return self.embed.look_up(np.array([token]))
 
     @property
     def block_positions(self) -> int:
@@ -245,7 +267,11 @@ class Model:
         checked = self.check_ids(ids)
         with self.pool.session():
             hidden = self.hidden(checked[None])[0]
-            return self.head(hidden)
+            return self.head_logits(hidden)
+
+    def head_logits(self, hidden: Floats) -> Floats:
+        """Logits float32 [tokens, vocab_size] of what :meth:`hidden` gives."""
+        return self.head(hidden)
 
     def check_ids(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.intp]:
         """Token ids as an array; see :meth:`logits` for the errors."""
@@ -256,7 +282,7 @@ class Model:
             raise RecipeError(f"token ids have the shape {list(array.shape)}; one sequence of ids is needed")
         if array.dtype.kind not in "iu":
             raise RecipeError(f"token ids are {array.dtype}; integers are needed")
-        limit = self.embed.rows
+        limit = self.vocabulary
         bad = np.flatnonzero((array < 0) | (array >= limit))
         if bad.size:
             raise RecipeError(
@@ -330,7 +356,7 @@ class Model:
         step = max(1, _LOGITS // self.vocab_size)
         for start in range(0, hidden.shape[0], step):
             rows = slice(start, min(start + step, hidden.shape[0]))
-            use(rows, self.head(hidden[rows]))
+            use(rows, self.head_logits(hidden[rows]))
 
     def generate(
         self,
@@ -372,7 +398,6 @@ class Model:
         RecipeError
             See :meth:`logits`; also if the prompt and ``n`` new tokens exceed the context.
         """
-        from trapetum.runtime.step import build_step
         from trapetum.runtime.tokenizer import TextStream
 
         sampling = Sampling(temperature, top_k or 0, top_p)
@@ -383,6 +408,24 @@ class Model:
         ends = set(self.eos_token_ids if stop_ids is None else stop_ids)
         has_tokenizer = self.source.tokenizer_file() is not None
         stream = TextStream(self.tokenizer, stop) if stop or (on_token and has_tokenizer) else None
+        new: list[int] = []
+        for token in self._tokens(prompt, n, sampling, seed):
+            if token in ends:
+                break
+            new.append(token)
+            text = stream.push(token) if stream else ""
+            if on_token:
+                on_token(token, text)
+            if stream and stream.stopped:
+                return new
+        if stream and on_token and (rest := stream.finish()):
+            on_token(-1, rest)
+        return new
+
+    def _tokens(self, prompt: NDArray[np.intp], n: int, sampling: Sampling, seed: int) -> Iterator[int]:
+        """Up to ``n`` tokens after a prompt, whatever they are."""
+        from trapetum.runtime.step import build_step
+
         rng = np.random.default_rng(seed)
         cache = self.new_cache(1, prompt.size + n)
         new: list[int] = []
@@ -398,16 +441,6 @@ class Model:
                     logits = step(new[-1])
                 else:
                     logits = self.head(self.hidden(pending[None], cache, last=True)[0])[0]
-                token = sampling.choose(logits[: self.real_vocab_size], rng)
-                if token in ends:
-                    break
-                new.append(token)
-                text = stream.push(token) if stream else ""
-                if on_token:
-                    on_token(token, text)
-                if stream and stream.stopped:
-                    return new
-                pending = np.array([token], np.intp)
-        if stream and on_token and (rest := stream.finish()):
-            on_token(-1, rest)
-        return new
+                new.append(sampling.choose(logits[: self.real_vocab_size], rng))
+                yield new[-1]
+                pending = np.array([new[-1]], np.intp)

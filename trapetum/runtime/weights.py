@@ -99,11 +99,15 @@ class Weights:
             self.source.release(place.name, place.rows)
         return matrix
 
+    def bias(self, part: str, layer: int | None = None, *, expert: int | None = None) -> Floats | None:
+        """The bias of a part, where there is one."""
+        place = self.find(part, layer, expert=expert, bias=True)
+        return None if place is None else self._values(place)
+
     def linear(self, part: str, layer: int | None = None, *, expert: int | None = None) -> Linear:
         """A matrix with its bias, where there is one."""
-        place = self.find(part, layer, expert=expert, bias=True)
-        bias = None if place is None else self._values(place)
         name = self.place(part, layer, expert=expert).name
+        bias = self.bias(part, layer, expert=expert)
         return Linear(self.matrix(part, layer, expert=expert), bias, rotation_of(self.source, name))
 
     def vector(self, part: str, layer: int | None = None) -> Floats:
