@@ -67,6 +67,8 @@ class GgufJob:
     values : ndarray of float32, optional
     heads : int, optional
         Heads of a tensor whose rows change places.
+    offset : float
+        Added to the values: of norms that are stored less one.
     common_scale : float, optional
         Of a ternary tensor whose blocks get the scale 1, because this value is in a tensor of its own.
     """
@@ -79,6 +81,7 @@ class GgufJob:
     origin: tuple[TensorSource, str] | None = None
     values: NDArray[np.float32] | None = None
     heads: int | None = None
+    offset: float = 0.0
     common_scale: float | None = None
 
     @property
@@ -259,6 +262,8 @@ def _fit(job: GgufJob, tensor: QuantizedTensor) -> _Stored:
 
 def _finite(job: GgufJob, tensor: QuantizedTensor) -> NDArray[np.float32]:
     values = tensor.dequantize()
+    if job.offset:
+        values = values + np.float32(job.offset)
     if bad := int(np.count_nonzero(~np.isfinite(values))):
         raise CheckpointError(
             f"tensor {_named(job)}: {bad} values are not finite; engines load such a file and answer nonsense"

@@ -16,7 +16,7 @@ from trapetum.models.config import ModelConfig
 from trapetum.models.experts import SECTION, Routing
 from trapetum.models.layer_types import FULL, SLIDING
 
-__all__ = ["applies_window", "expert_faults", "expert_pairs"]
+__all__ = ["expert_faults", "expert_pairs"]
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,6 @@ def expert_faults(config: ModelConfig, family: str) -> list[str]:
             f"swiglu_alpha and swiglu_limit are {routing.alpha:g} and {routing.limit:g}; engines have 1.702 and 7"
         )
     return faults
-
-
-def applies_window(family: str) -> bool:
-    """Whether engines apply a sliding window in a family with experts."""
-    return family in _RULES and _RULES[family].alternating
 
 
 def expert_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:

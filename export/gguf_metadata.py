@@ -12,10 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from trapetum.errors import CheckpointError
+from trapetum.export.gguf_attention import attention_pairs
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.gguf_header import ALIGNMENT_KEY
 from trapetum.formats.gguf_source import GgufSource
@@ -31,7 +29,6 @@ __all__ = [
     "general_pairs",
     "model_pairs",
     "model_title",
-    "rope_factors",
     "size_label",
 ]
 
@@ -181,7 +178,6 @@ def model_pairs(config: ModelConfig, architecture: str) -> dict[str, KeyValue]:
         raise CheckpointError(
             "config.json: max_position_embeddings is missing, and a GGUF must state a context length"
         )
-    rope = config.rope
     values: dict[str, KeyValue] = {
         "context_length": _count(context),
         "embedding_length": _count(config.hidden_size),
@@ -192,25 +188,10 @@ def model_pairs(config: ModelConfig, architecture: str) -> dict[str, KeyValue]:
         "attention.key_length": _count(config.head_dim),
         "attention.value_length": _count(config.head_dim),
         "attention.layer_norm_rms_epsilon": _number(config.rms_norm_eps),
-        "rope.dimension_count": _count(config.head_dim),
-        "rope.freq_base": _number(rope.theta),
         "vocab_size": _count(config.vocab_size),
+        **attention_pairs(config, architecture),
     }
-    if rope.type == "linear":
-        values["rope.scaling.type"] = _text("linear")
-        values["rope.scaling.factor"] = _number(rope.factor)
-    elif rope.type == "llama3":  # the factors are a tensor; this says where they come from
-        values["rope.scaling.original_context_length"] = _count(rope.original_max_position_embeddings)
     return {f"{architecture}.{key}": value for key, value in values.items()}
-
-
-def rope_factors(config: ModelConfig) -> NDArray[np.float32] | None:
-    """``rope_freqs.weight``: what engines divide the plain frequencies by; None where keys say everything."""
-    if config.rope.type not in ("llama3", "explicit"):
-        return None
-    dim = config.head_dim
-    plain = config.rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    return (plain / config.rope.inverse_frequencies(dim).astype(np.float64)).astype(np.float32)
 
 
 def _listed(stated: str | list[str] | None) -> list[str]:

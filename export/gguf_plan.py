@@ -13,13 +13,13 @@ import numpy as np
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
-from trapetum.export.gguf_experts import applies_window, expert_faults, expert_pairs
+from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
+from trapetum.export.gguf_experts import expert_faults, expert_pairs
 from trapetum.export.gguf_metadata import (
     file_name,
     general_pairs,
     model_pairs,
     model_title,
-    rope_factors,
     size_label,
 )
 from trapetum.export.gguf_ternary import TERNARY_NAMES, ternary_fit
@@ -133,7 +133,8 @@ class _Planner:
     def plan(self) -> GgufPlan:
         jobs = self._jobs()
         self._check_asked()
-        self._check_rope()
+        self._check_head()
+        self.faults += attention_faults(self.config, str(self.arch.gguf))
         self.faults += expert_faults(self.config, str(self.arch.gguf))
         if self.faults:
             raise UnsupportedModelError(
@@ -175,9 +176,8 @@ class _Planner:
     # ------------------------------------------------------------------ tensors
     def _jobs(self) -> list[GgufJob]:
         jobs = []
-        factors = rope_factors(self.config)
-        if factors is not None:
-            row = ExportRow("rope_freqs.weight", "exact", "from config.json -> F32")
+        for factors_name, factors in rope_tensors(self.config).items():
+            row = ExportRow(factors_name, "exact", "from config.json -> F32")
             jobs.append(GgufJob(row.name, _F32, factors.shape, row, "plain", values=factors))
         place = {module.part: i for i, module in enumerate(self.arch.modules)}
 
@@ -211,6 +211,7 @@ class _Planner:
             "plain",
             (self.artifact, name),
             heads=heads if self.family.interleaved else None,
+            offset=self.arch.module(role.part).offset,
         )
         stored = self._stored(name)
         if len(job.shape) > 1 and role.kind not in _ALWAYS_F32:
@@ -319,24 +320,19 @@ class _Planner:
                 "a source is of no use to this export, which fits nothing again", hint="Leave --source out."
             )
 
-    def _check_rope(self) -> None:
-        if rope_factors(self.config) is not None and not self.family.interleaved:
-            self.faults.append(
-                f"the rotary embedding {self.config.rope.type} needs rope_freqs.weight, which engines "
-                f"do not read in the family {self.arch.gguf}"
-            )
+    def _check_head(self) -> None:
+        """Some families have a head of their own, some have none."""
+        own = any(role.kind == "head" for role in self.names)
+        if own and self.family.head == "tied":
+            self.faults.append(f"engines take the embedding for the head in the family {self.arch.gguf}")
+        if not own and self.family.head == "own":
+            self.faults.append(f"engines need a head tensor in the family {self.arch.gguf}, and it is tied")
 
     def _note_about(self, jobs: list[GgufJob]) -> None:
         left = [n for n in self.artifact.names() if n not in set(self.names.values())]
         if left:
             self.notes.append(f"{len(left)} tensors are not part of the GGUF, the first is {left[0]}")
-        reach = self.config.max_position_embeddings
-        windows = {w for w in self.config.windows if w is not None and (reach is None or w < reach)}
-        if windows and not applies_window(str(self.arch.gguf)):
-            self.notes.append(
-                f"llama.cpp does not apply the sliding window of {min(windows)} positions in the family "
-                f"{self.arch.gguf}: longer texts come out differently"
-            )
+        self.notes += attention_notes(self.config, str(self.arch.gguf))
         self._note_fused(jobs)
         self._note_growth(jobs)
         kinds = sorted({job.kind.name for job in jobs}, key=lambda k: -BLOCK_TYPES[k].bits_per_weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 
 from trapetum.errors import FormatError, UnsupportedModelError
-from trapetum.formats.gguf_names import FAMILIES, Family
+from trapetum.formats.gguf_names import FAMILIES, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, Family
 from trapetum.formats.strict_json import shown
 
-__all__ = ["ROPE_FACTORS", "model_config", "model_family"]
+__all__ = ["model_config", "model_family"]
 
-ROPE_FACTORS = "rope_freqs.weight"
+# Families whose layers take turns between a window and full attention: every so many is full.
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
+# Numbers of layers for which engines scale attention scores by hidden size over heads (Gemma of 27 B).
+_BIG = {"gemma2": 46, "gemma3_text": 62}
+_NO_ROTARY_EVERY = {"smollm3": 4}
 
 
 def model_family(path: Path, metadata: Mapping[str, Any]) -> Family:
@@ -38,7 +43,7 @@ def model_config(
     family: Family,
     metadata: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    rope_factors: np.ndarray[Any, Any] | None,
+    rope_factors: Mapping[str, np.ndarray[Any, Any]],
 ) -> dict[str, Any]:
     """The config.json that the metadata and shapes amount to.
 
@@ -51,8 +56,8 @@ def model_config(
         Of the (first) file.
     shapes : mapping of str to tuple of int
         By the checkpoint's names.
-    rope_factors : ndarray, optional
-        Divisors of the rotary frequencies, ``rope_freqs.weight``.
+    rope_factors : mapping of str to ndarray
+        Divisors of the rotary frequencies, by the names of their tensors.
 
     Raises
     ------
@@ -74,9 +79,7 @@ def model_config(
     head_dim = value("attention.key_length", int, hidden // max(heads, 1))
     embed = shapes.get("model.embed_tokens.weight", (0, 0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
-    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if scaling != "none":
-        rope["rope_type"], rope["factor"] = scaling, value("rope.scaling.factor", float, 1.0)
+    rope |= _scaling(path, value, metadata.get(f"{arch}.rope.scaling.type", "none"), rope_factors)
     config: dict[str, Any] = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,
@@ -100,10 +103,10 @@ def model_config(
     if family.model_type == "llama":
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
-    if rope_factors is not None:
-        _apply_factors(
-            config, rope, rope_factors, metadata.get(f"{arch}.rope.scaling.original_context_length")
-        )
+    if ROPE_FACTORS in rope_factors:
+        original = metadata.get(f"{arch}.rope.scaling.original_context_length")
+        _apply_factors(config, rope, rope_factors[ROPE_FACTORS], original)
+    config |= _layer_config(family, value, metadata, config)
     for ours, theirs in (
         ("bos_token_id", "bos_token_id"),
         ("eos_token_id", "eos_token_id"),
@@ -112,6 +115,70 @@ def model_config(
         if isinstance(found := metadata.get(f"tokenizer.ggml.{theirs}"), int):
             config[ours] = found
     return config
+
+
+def _scaling(
+    path: Path, value: Callable[..., Any], kind: Any, factors: Mapping[str, np.ndarray[Any, Any]]
+) -> dict[str, Any]:
+    """Rotary scaling other than by ``rope_freqs.weight``."""
+    original = value("rope.scaling.original_context_length", int, 0)
+    said: dict[str, Any] = {"original_max_position_embeddings": original} if original else {}
+    if ROPE_LONG in factors or kind == "longrope":
+        if not {ROPE_LONG, ROPE_SHORT} <= set(factors):
+            raise FormatError(f"{path}: the tensors {ROPE_LONG} and {ROPE_SHORT} are needed")
+        lists = {"long_factor": factors[ROPE_LONG], "short_factor": factors[ROPE_SHORT]}
+        listed = {key: [_decimal(v) for v in values.tolist()] for key, values in lists.items()}
+        magnitude = _decimal(value("rope.scaling.attn_factor", float, 1.0))
+        return {"rope_type": "longrope", **listed, **said, "attention_factor": magnitude}
+    if kind == "none":
+        return {}
+    factor = value("rope.scaling.factor", float, 1.0)
+    if kind != "yarn":
+        return {"rope_type": kind, "factor": factor}
+    extra = value("rope.scaling.attn_factor", float, 1.0)
+    if extra != 1.0:
+        said["attention_factor"] = extra * (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
+    for key in ("beta_fast", "beta_slow"):
+        if beta := value(f"rope.scaling.yarn_{key}", float, 0.0):
+            said[key] = beta
+    return {"rope_type": "yarn", "factor": factor, **said}
+
+
+def _layer_config(
+    family: Family, value: Callable[..., Any], metadata: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What layers differ in, and the options of the families that have them."""
+    layers: int = config["num_hidden_layers"]
+    found: dict[str, Any] = {}
+    if every := _NO_ROTARY_EVERY.get(family.model_type):
+        found["no_rope_layers"] = [int((i + 1) % every != 0) for i in range(layers)]
+    if family.model_type == "phi3":
+        found["sliding_window"] = value("attention.sliding_window", int, 0) or None
+        if original := config["rope_parameters"].get("original_max_position_embeddings"):
+            found["original_max_position_embeddings"] = original
+    if family.model_type not in _FULL_EVERY:
+        return found
+    arch = metadata["general.architecture"]
+    window = value("attention.sliding_window", int, 4096 if family.model_type == "gemma2" else 0)
+    stated = metadata.get(f"{arch}.attention.sliding_window_pattern", _FULL_EVERY[family.model_type])
+    has = [(i + 1) % stated != 0 for i in range(layers)] if isinstance(stated, int) else list(stated)
+    types = ["sliding_attention" if window and h else "full_attention" for h in has]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    big = layers == _BIG[family.model_type]
+    found |= {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // heads if big else config["head_dim"],
+        "sliding_window": window or None,
+        "layer_types": types,
+    }
+    capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    for key, usual in capped.items():
+        found[key] = _decimal(value(key, float, usual if family.model_type == "gemma2" else 0.0)) or None
+    if family.model_type == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa", float, 10000.0)}
+        rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+        found["rope_parameters"] = {kind: rope[kind] for kind in dict.fromkeys(types)}
+    return found
 
 
 def _expert_config(family: Family, value: Callable[..., Any], intermediate: int) -> dict[str, Any]:

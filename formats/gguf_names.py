@@ -17,7 +17,23 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FAMILIES", "Family", "gguf_name", "hf_name", "stored_row_order"]
+__all__ = [
+    "FAMILIES",
+    "ROPE_FACTORS",
+    "ROPE_LONG",
+    "ROPE_SHORT",
+    "Family",
+    "gguf_name",
+    "hf_name",
+    "stored_row_order",
+]
+
+ROPE_FACTORS, ROPE_LONG, ROPE_SHORT = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+"""Tensors that no checkpoint has: what the rotary frequencies are divided by."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +45,17 @@ class Family:
     model_type, hf_class : str
         What config.json says for it.
     interleaved : bool
-        Whether rows of q and k are stored interleaved; such a family also reads ``rope_freqs.weight``.
+        Whether rows of q and k are stored interleaved.
     biases : frozenset of str
         Modules whose bias engines read; a file with any other is refused by them.
     names : mapping
         Modules that the family's checkpoints call otherwise than most: GGUF's name -> theirs.
     bare : mapping
         The same for whole names that do not end in a suffix: GGUF's name -> the checkpoint's.
+    norm_offset : float
+        What the file's norms are more than the checkpoint's.
+    head : str
+        ``any``; ``tied``: never a tensor of its own; ``own``: always.
     """
 
     model_type: str
@@ -44,6 +64,8 @@ class Family:
     biases: frozenset[str]
     names: Mapping[str, str] = field(default_factory=dict)
     bare: Mapping[str, str] = field(default_factory=dict)
+    norm_offset: float = 0.0
+    head: str = "any"
 
     @cached_property
     def _checkpoint_names(self) -> dict[str, str]:
@@ -56,6 +78,11 @@ class Family:
 
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 _ALL_LINEAR = _QKV | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"}
+_POST_NORMS = {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.post_ffw_norm": "model.layers.{}.post_feedforward_layernorm",
+}
+_GEMMA = _POST_NORMS | {"blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm"}
 _EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
 
 
@@ -70,6 +97,20 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", False, _QKV),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", False, _QKV),
+    "phi3": Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        False,
+        frozenset(),
+        {
+            "blk.{}.attn_qkv": "model.layers.{}.self_attn.qkv_proj",
+            "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
+        },
+    ),
+    "gemma2": Family("gemma2", "Gemma2ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0, head="tied"),
+    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0),
+    "smollm3": Family("smollm3", "SmolLM3ForCausalLM", True, _QKV),
+    "olmo2": Family("olmo2", "Olmo2ForCausalLM", False, _QKV, _POST_NORMS, head="own"),
     "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", False, _QKV),
     "qwen3moe": Family("qwen3_moe", "Qwen3MoeForCausalLM", False, _QKV),
     "olmoe": Family("olmoe", "OlmoeForCausalLM", False, frozenset()),

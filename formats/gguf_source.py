@@ -22,8 +22,16 @@ import numpy as np
 
 from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
 from trapetum.formats.gguf import GgufFile, GgufTensor
-from trapetum.formats.gguf_config import ROPE_FACTORS, model_config, model_family
-from trapetum.formats.gguf_names import FAMILIES, Family, hf_name, stored_row_order
+from trapetum.formats.gguf_config import model_config, model_family
+from trapetum.formats.gguf_names import (
+    FAMILIES,
+    ROPE_FACTORS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    Family,
+    hf_name,
+    stored_row_order,
+)
 from trapetum.formats.gguf_rotation import FoldedRotation, read_rotation
 from trapetum.formats.gguf_tokenizer import tokenizer_config, tokenizer_json
 from trapetum.formats.gguf_writer import split_names
@@ -59,14 +67,14 @@ class GgufSource:
         self._folder: Path | None = None
         self._remove: weakref.finalize[Any, Any] | None = None
         self._where: dict[str, tuple[GgufFile, GgufTensor]] = {}
-        self._factors = None
+        self._factors: dict[str, np.ndarray[Any, Any]] = {}
         self._strangers: list[str] = []
         self._names = FAMILIES.get(str(self.metadata.get("general.architecture")))
         self._scales: dict[str, np.float32] = {}
         for file in files:
             for name, info in file.tensors.items():
-                if name == ROPE_FACTORS:
-                    self._factors = file.load(name).dequantize().reshape(-1)
+                if name in (ROPE_FACTORS, ROPE_LONG, ROPE_SHORT):
+                    self._factors[name] = file.load(name).dequantize().reshape(-1)
                     continue
                 scaled = _scaled_weight(name, info, self._names)
                 if scaled is not None:
@@ -200,7 +208,7 @@ class GgufSource:
         file, info = self._find(name)
         heads = self._interleaved_heads(name)
         if heads is None:
-            return file.load(info.name, rows)
+            return self._as_stored_by_checkpoints(name, file.load(info.name, rows))
         stored = file.load(info.name)
         if isinstance(stored, BlockTensor):
             order = stored_row_order(stored.rows, heads)[rows or slice(None)]
@@ -212,6 +220,13 @@ class GgufSource:
         if rows is not None:
             values = values.reshape(matrix_shape(info.shape))[rows]
         return DenseTensor(values)
+
+    def _as_stored_by_checkpoints(self, name: str, stored: QuantizedTensor) -> QuantizedTensor:
+        """Norms of some families are more by one in a file."""
+        offset = self._names.norm_offset if self._names is not None else 0.0
+        if not offset or not name.endswith("norm.weight"):
+            return stored
+        return DenseTensor(stored.dequantize() - np.float32(offset))
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop the mapped pages of a tensor."""
@@ -266,7 +281,12 @@ class GgufSource:
         key = _HEADS.get(name.rpartition(".")[0].rpartition(".")[2])
         if key is None or not self._family.interleaved:
             return None
-        return int(self.config[key])
+        heads, shape = int(self.config[key]), self._where[name][1].shape
+        if not shape or heads < 1 or shape[0] % (2 * heads):
+            raise FormatError(
+                f"{self.path}: tensor {shown(name)} has shape {list(shape)}, which {heads} heads of even length do not fill"
+            )
+        return heads
 
 
 def _scaled_weight(name: str, info: GgufTensor, family: Family | None) -> str | None:

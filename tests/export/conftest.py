@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.models.architectures import ARCHITECTURES
 from trapetum.models.config import parse_config
 
 VOCAB = 512
@@ -76,8 +77,8 @@ def write_model(
     **changes: Any,
 ) -> Path:
     """A random model whose logits have a spread of about one, in float32."""
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    config = {"architectures": [f"{names[family]}ForCausalLM"], "model_type": family, **BASE, **changes}
+    classes = list(ARCHITECTURES[family].classes[:1])
+    config = {"architectures": classes, "model_type": family, **BASE, **changes}
     parsed = parse_config(config)
     shapes = dict(parsed.architecture.expected_shapes(parsed))
     for part in biases:
@@ -89,7 +90,9 @@ def write_model(
     for name, shape in shapes.items():
         wide = "embed" not in name or parsed.tie_word_embeddings
         scale = 0.1 if len(shape) == 1 else 1 / math.sqrt(shape[-1]) if wide else 1.0
-        values = (rng.standard_normal(shape) * scale + ("norm" in name)).astype(np.float32)
+        module = parsed.architecture.module(parsed.architecture.role(name).part)
+        plain = ("norm" in name) - module.offset
+        values = (rng.standard_normal(shape) * scale + plain).astype(np.float32)
         tensors[name] = values if edit is None else edit(name, values)
     folder.mkdir(parents=True, exist_ok=True)
     entries = [Entry(n, v.dtype, v.shape) for n, v in tensors.items()]
@@ -177,6 +180,7 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
     """Write a tiny random model; see :func:`write_model`."""
 
     def make(family: str = "llama", **options: Any) -> Path:
-        return write_model(tmp_path / f"tiny-{family}", family, **options)
+        name = family.replace("3", "")  # of a model called phi3, llama.cpp expects certain tokens
+        return write_model(tmp_path / f"tiny-{name}", family, **options)
 
     return make
