@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from trapetum.errors import FormatError, RecipeError, UnsupportedModelError
 from trapetum.export.cbk_folder import dense_config
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
+from trapetum.export.unstacked import unstacked
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
 from trapetum.formats.checksums import write_sums
 from trapetum.formats.decoded import decoded, rotation_of
@@ -110,6 +111,7 @@ def plan_hf(request: ExportRequest) -> HfPlan:
     OutputError
         If the output exists.
     """
+    request = replace(request, artifact=unstacked(request.artifact))
     artifact = request.artifact
     chosen = request.dtype or "f32"
     if chosen not in DTYPES:
