@@ -16,15 +16,14 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trapetum.errors import OutputError, RecipeError, TrapetumError
+from trapetum.errors import OutputError, TrapetumError
 from trapetum.export.report_figures import SERIES, bars, heat_map, lines
 from trapetum.export.report_style import STYLE
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.atomic import refuse_overlap, write_atomic
 from trapetum.formats.manifest import RUN_LOG
 from trapetum.measured import measured_rows
-from trapetum.quantize.command import quantize_command
-from trapetum.quantize.recipe import resolve_recipe
+from trapetum.quantize.command import manifest_command
 from trapetum.quantize.schemes import scheme_from_spec
 
 __all__ = ["ReportTensor", "report_html", "write_report"]
@@ -136,7 +135,7 @@ def _tensor(name: str, entry: Mapping[str, Any], seconds: float | None) -> Repor
         int(layer[1]) if layer else None,
         math.prod(entry["shape"]),
         entry["bytes"],
-        entry["relative_error"],
+        entry.get("relative_error"),
         seconds,
     )
 
@@ -185,24 +184,23 @@ def _page(title: str, sections: Iterable[str]) -> str:
 
 
 def _head(title: str, manifest: Mapping[str, Any], tensors: Sequence[ReportTensor]) -> str:
-    totals = manifest["totals"]
-    quantized = totals["quantized"]
-    dense = 2 * totals["parameters"]
+    quantized = [t for t in tensors if t.error is not None]
+    stored, count = sum(t.nbytes for t in tensors), sum(t.parameters for t in tensors)
     facts = [
-        (_size(totals["bytes"]), "weights on disk"),
-        (f"{totals['bpw']:.3f}", "bits a weight, all"),
-        (f"{quantized['bpw']:.3f}", "bits a weight, quantized"),
-        (f"{totals['parameters']:,}", "weights"),
-        (f"{dense / totals['bytes']:.2f} x" if totals["bytes"] else "-", "smaller than 16 bits"),
+        (_size(stored), "weights on disk"),
+        (f"{_bpw(tensors):.3f}", "bits a weight, all"),
+        (f"{_bpw(quantized):.3f}", "bits a weight, quantized"),
+        (f"{count:,}", "weights"),
+        (f"{2 * count / stored:.2f} x" if stored else "-", "smaller than 16 bits"),
     ]
     mean = _mean_error(tensors)
     if mean is not None:
         facts.append((f"{mean:.2e}", "mean relative error"))
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for value, what in facts)
-    recipe = manifest["recipe"].get("name", "?") if isinstance(manifest["recipe"], dict) else "?"
+    recipe = manifest["recipe"].get("name", "?")
     return (
-        f"<h1>{escape(title)}</h1>\n<p class='dim'>Architecture {escape(str(manifest['architecture']))}, recipe "
-        f"{escape(str(recipe))}, {len(tensors):,} tensors, {quantized['tensors']:,} of them quantized.</p>\n"
+        f"<h1>{escape(title)}</h1>\n<p class='dim'>Architecture {escape(str(manifest.get('architecture')))}, recipe "
+        f"{escape(str(recipe))}, {len(tensors):,} tensors, {len(quantized):,} of them quantized.</p>\n"
         f'<div class="facts">{cells}</div>'
     )
 
@@ -303,12 +301,7 @@ def _slowest(tensors: Sequence[ReportTensor]) -> str:
 
 def _origin(manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> str:
     source = manifest["source"]
-    try:
-        command = quantize_command(
-            resolve_recipe(manifest["recipe"]), source, calibration=manifest.get("calibration")
-        )
-    except RecipeError:  # of another version of the tool
-        command = "trapetum quantize MODEL --recipe recipe.json"
+    command = manifest_command(manifest)
     note = ""
     if "recipe.json" in command:
         text = escape(json.dumps(manifest["recipe"], indent=1, ensure_ascii=False))
@@ -324,7 +317,7 @@ def _origin(manifest: Mapping[str, Any], log: Sequence[Mapping[str, Any]]) -> st
     made = "".join(f"<p class='dim'>Made on {escape(m)}.</p>" for m in machines)
     return (
         f"<h2>Make it again</h2>\n<pre>{escape(command)}</pre>\n{note}"
-        f"<p class='dim'>trapetum {escape(str(manifest['tool_version']))}, source: {escape(origin)}.</p>\n{made}"
+        f"<p class='dim'>trapetum {escape(str(manifest.get('tool_version')))}, source: {escape(origin)}.</p>\n{made}"
         f"<details><summary>SHA-256 of the source's files</summary><pre>{escape(hashes)}</pre></details>"
     )
 

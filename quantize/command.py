@@ -9,7 +9,7 @@ from typing import Any
 from trapetum.errors import RecipeError
 from trapetum.quantize.recipe import Recipe, list_recipes, resolve_recipe
 
-__all__ = ["DEFAULT_SHARD", "quantize_command"]
+__all__ = ["DEFAULT_SHARD", "manifest_command", "quantize_command"]
 
 DEFAULT_SHARD = 5_000_000_000
 
@@ -51,6 +51,24 @@ def quantize_command(
     if max_shard_size != DEFAULT_SHARD:
         words += ["--max-shard-size", str(max_shard_size)]
     return shlex.join(words)
+
+
+def manifest_command(manifest: Mapping[str, Any], base_model: str | None = None) -> str:
+    """The command of a finished artifact.
+
+    Parameters
+    ----------
+    manifest : mapping
+        Content of ``trapetum.json``; one of another version of the tool, or damaged, gives a command without options.
+    base_model : str, optional
+        Hub id of the source, where it is not in the manifest.
+    """
+    source = {**manifest["source"], **({} if base_model is None else {"repo": base_model})}
+    try:
+        recipe = resolve_recipe(manifest["recipe"])
+        return quantize_command(recipe, source, calibration=manifest.get("calibration"))
+    except (RecipeError, KeyError, TypeError, ValueError):
+        return "trapetum quantize MODEL --recipe recipe.json"
 
 
 def _recipe_words(recipe: Recipe) -> list[str]:

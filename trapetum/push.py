@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trapetum.errors import OutputError, RecipeError, TrapetumError
+from trapetum.errors import OutputError, TrapetumError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.checksums import parse_sums, sums_bytes
-from trapetum.formats.manifest import MANIFEST, SUMS
+from trapetum.formats.manifest import MANIFEST, SUMS, is_plain_name
+from trapetum.formats.strict_json import shown
 from trapetum.hub_errors import explained, with_retries
 from trapetum.measured import measured_rows
 from trapetum.progress import Progress
@@ -134,6 +135,11 @@ def push_artifact(
             )
         manifest = artifact.manifest
     sums = parse_sums(path / SUMS)
+    for name in sums:
+        if not is_plain_name(name) or not (path / name).is_file():
+            raise OutputError(
+                f"{path / SUMS}: lists {shown(name)}, which is not there", hint=f"See trapetum verify {path}."
+            )
     card = _card(path, manifest, base_model, quality)
     contents: dict[str, bytes] = {_CARD: card.encode()}
     report = _sized(path, repo, sums, contents, dry_run)
@@ -289,25 +295,18 @@ def _card(
     path: Path, manifest: Mapping[str, Any], base_model: str | None, quality: Sequence[str | Path]
 ) -> str:
     """README.md of the artifact, completed."""
-    from trapetum.quantize.command import quantize_command
-    from trapetum.quantize.recipe import resolve_recipe
+    from trapetum.quantize.command import manifest_command
 
-    text = (path / _CARD).read_text(encoding="utf-8")
+    text = (path / _CARD).read_text(encoding="utf-8", errors="replace") if (path / _CARD).is_file() else ""
     if base_model is not None:
         head = re.sub(
             r"^base_model(_relation)?:.*\n", "", text.partition("\n---\n")[0] + "\n", flags=re.MULTILINE
         )
         head += f'base_model: {json.dumps(base_model)}\nbase_model_relation: "quantized"'
         text = f"{head}\n---\n{text.partition(chr(10) + '---' + chr(10))[2]}"
-    source = {**manifest["source"], **({} if base_model is None else {"repo": base_model})}
     lines = [text.rstrip("\n"), ""]
-    try:
-        command = quantize_command(
-            resolve_recipe(manifest["recipe"]), source, calibration=manifest.get("calibration")
-        )
-    except RecipeError:  # of another version of the tool
-        command = "trapetum quantize MODEL --recipe recipe.json"
-    lines += ["## Made with", "", "```", f"# trapetum {manifest['tool_version']}", command, "```"]
+    command = manifest_command(manifest, base_model)
+    lines += ["## Made with", "", "```", f"# trapetum {manifest.get('tool_version')}", command, "```"]
     if "--recipe recipe.json" in command:
         lines += ["", f"`recipe.json` is the value of `recipe` in `{MANIFEST}`."]
     rows = [f"| {text} | {value} |" for text, value in measured_rows(quality)]

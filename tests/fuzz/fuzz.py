@@ -39,6 +39,7 @@ from trapetum.formats.parts import read_part, write_part
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.formats.source import open_source
 from trapetum.measured import measured_rows
+from trapetum.push import push_artifact
 from trapetum.quantize.journal import Journal
 from trapetum.quantize.recipe import resolve_recipe
 from trapetum.quantize.shared_job import merge_parts
@@ -193,6 +194,7 @@ def read_artifact(path: Path) -> None:
     with Artifact.open(path) as artifact:
         artifact.check_sums()
     report_html(path)
+    push_artifact(path, "a/b", dry_run=True)
 
 
 def read_statistics(path: Path) -> None:
@@ -266,8 +268,8 @@ def make_base(base: Path) -> Path:
     trapetum.export_artifact(base / "ternary", "planes", base / "planes")
     weight = "model.layers.0.self_attn.q_proj.weight"
     write_imatrix(base / "x.imatrix", {weight: (np.ones(256, np.float32), 9)}, datasets=["a"])
-    with MomentsWriter(base / "x.moments", [((weight,), 256)], 9) as writer:
-        writer.write((weight,), np.eye(256, dtype=np.float32))
+    with MomentsWriter(base / "x.moments", [((weight,), 256)]) as writer:
+        writer.write((weight,), np.eye(256, dtype=np.float32), 9)
     entry = b"".join(
         [
             len(weight).to_bytes(4, "little"),
