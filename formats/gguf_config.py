@@ -80,6 +80,8 @@ def model_config(
     embed = shapes.get("model.embed_tokens.weight", (0, 0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
     rope |= _scaling(path, value, metadata.get(f"{arch}.rope.scaling.type", "none"), rope_factors)
+    if family.model_type == "gpt_oss" and rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # no key says so; the family's models do not
     config: dict[str, Any] = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,

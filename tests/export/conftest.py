@@ -83,7 +83,8 @@ def write_model(
     shapes = dict(parsed.architecture.expected_shapes(parsed))
     for part in biases:
         for layer in range(parsed.num_hidden_layers):
-            rows = shapes[parsed.architecture.tensor_name(part, layer)][:1]
+            stacked = parsed.architecture.module(part).stacked
+            rows = shapes[parsed.architecture.tensor_name(part, layer)][: 2 if stacked else 1]
             shapes[parsed.architecture.tensor_name(part, layer, suffix="bias")] = rows
     rng = np.random.default_rng(seed)
     tensors = {}
