@@ -21,9 +21,10 @@ columns: fits never see padding.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,11 +36,12 @@ from trapetum.export.cbk_folder import FOLDER_FILES, write_manifest, write_side_
 from trapetum.export.cbk_headers import build_header
 from trapetum.export.cbk_records import Job, Piece, record_jobs, stored_forms
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
-from trapetum.formats.atomic import require_space
+from trapetum.formats.atomic import disk_errors, require_space
 from trapetum.formats.cbk_additive import record_parts
 from trapetum.formats.cbk_manifest import MODEL_FILE, manifest_paths
 from trapetum.formats.cbk_matrix import ENTRIES, MatrixBuilder, S16Builder, S256Builder
 from trapetum.formats.cbk_records import STORED, CbkHeader
+from trapetum.formats.cbk_resume import ResumableCbkWriter
 from trapetum.formats.cbk_writer import CbkWriter
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role
@@ -86,20 +88,68 @@ class CbkPlan(ExportPlan):
             self._write_model(folder / MODEL_FILE, folder / "manifest.json", progress, beside)
         return out
 
+    def write_resumably(
+        self, path: Path, error_of: Callable[[str], float | None], progress: Progress
+    ) -> tuple[dict[str, float], int]:
+        """Write the folder by way of an unfinished file that outlives a kill.
+
+        Parameters
+        ----------
+        path : Path
+            The unfinished file; it stays until the caller removes it.
+        error_of : callable
+            Relative error of a tensor, by name, if it was quantized in this run.
+        progress : Progress
+
+        Returns
+        -------
+        (errors, resumed)
+            Of all runs; the number of records that earlier runs had written.
+        """
+        known: dict[str, float] = {}
+        require_space(path.parent, self.size - (path.stat().st_size if path.exists() else 0))
+        for note in self.notes:
+            progress.note(note)
+        with ResumableCbkWriter(path, self.header) as writer:
+            resumed = len(writer.done)
+            for job in self.jobs:
+                if (before := writer.done.get(job.record.name)) is not None:
+                    job.row.__dict__.update(before["row"])
+                    known.update(before["errors"])
+                    self.notes += [note for note in before["notes"] if note not in self.notes]
+            for job in self._records(writer, progress):
+                error = None if job.piece is None else error_of(job.piece.name)
+                found = {} if job.piece is None or error is None else {job.piece.name: error}
+                writer.note({"row": asdict(job.row), "errors": found, "notes": self.notes})
+                known |= found
+        with new_folder(self.request.out) as folder:
+            _second_name(path, folder / MODEL_FILE)
+            beside = write_side_files(self.request.artifact, folder)
+            manifest = folder / "manifest.json"
+            write_manifest(manifest, MODEL_FILE, self.request.artifact, writer, self.report(), beside)
+        return known, resumed
+
+    def _records(self, writer: CbkWriter | ResumableCbkWriter, progress: Progress) -> Iterator[Job]:
+        """Write every record that is not there; yields after each."""
+        progress.begin("export cbk", self.size)
+        threads = usable_threads(self.request.threads)
+        with ThreadPoolExecutor(threads) as pool:
+            for number, job in enumerate(self.jobs):
+                if number < len(writer.entries):
+                    progress.advance(job.record.nbytes)
+                    continue
+                writer.write(job.record.name, _PARTS[job.record.kind](self, job, pool, threads))
+                progress.advance(job.record.nbytes, _line(job.row))
+                yield job
+        progress.end()
+
     def _write_model(
         self, path: Path, manifest: Path, progress: Progress, beside: Iterable[str] = ()
     ) -> None:
-        progress.begin("export cbk", self.size)
-        threads = usable_threads(self.request.threads)
-        with (
-            ThreadPoolExecutor(threads) as pool,
-            CbkWriter(path, self.header, overwrite=self.request.overwrite) as writer,
-        ):
-            for job in self.jobs:
-                writer.write(job.record.name, _PARTS[job.record.kind](self, job, pool, threads))
-                progress.advance(job.record.nbytes, _line(job.row))
+        with CbkWriter(path, self.header, overwrite=self.request.overwrite) as writer:
+            for _ in self._records(writer, progress):
+                pass
         write_manifest(manifest, path.name, self.request.artifact, writer, self.report(), beside)
-        progress.end()
 
     def _dense(
         self, job: Job, pool: ThreadPoolExecutor, threads: int, dtype: type[np.floating[Any]]
@@ -184,6 +234,15 @@ class CbkPlan(ExportPlan):
             job.row.action = "rounded" if job.row.action == "exact" else job.row.action
         yield from record_parts(_padded(stored, job.record.shape))
         piece.release()
+
+
+def _second_name(path: Path, target: Path) -> None:
+    """A hard link, so that a kill at any moment leaves the file somewhere; a move where there are none."""
+    with disk_errors(target):
+        try:
+            os.link(path, target)
+        except OSError:
+            os.rename(path, target)
 
 
 def _piece(job: Job) -> Piece:

@@ -11,6 +11,7 @@ from typing import Any
 from trapetum import __version__
 from trapetum.formats.atomic import disk_errors, write_atomic
 from trapetum.formats.cbk_manifest import manifest_bytes
+from trapetum.formats.cbk_resume import ResumableCbkWriter
 from trapetum.formats.cbk_writer import CbkWriter
 from trapetum.formats.checksums import file_sha256
 from trapetum.formats.names import text_name
@@ -52,7 +53,7 @@ def write_manifest(
     path: Path,
     file: str,
     artifact: TensorSource,
-    writer: CbkWriter,
+    writer: CbkWriter | ResumableCbkWriter,
     report: dict[str, Any],
     beside: Iterable[str] = (),
 ) -> None:
@@ -65,7 +66,7 @@ def write_manifest(
     file : str
         Name of the .cbk.
     artifact : TensorSource
-    writer : CbkWriter
+    writer : CbkWriter or ResumableCbkWriter
         After its block ended.
     report : dict
         ``ExportPlan.report()``.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
@@ -25,9 +25,27 @@ from trapetum.quantize.stream import Pressed, cuts, press_block
 from trapetum.rotation import HadamardRotation
 from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
 
-__all__ = ["PressedSource"]
+if TYPE_CHECKING:
+    from trapetum.quantize.job import Job
+    from trapetum.quantize.report import Report
+
+__all__ = ["PressedSource", "Route"]
 
 _KEPT = 8  # blocks of tensors with a second moment, which are cut by rule and not where the reader cuts
+
+
+class Route(Protocol):
+    """What is made of a job instead of an artifact: see ``export.direct``."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the result depends on; part of the job's identity."""
+
+    def preview(self, report: Report, job: Job) -> Report:
+        """The report of a dry run, with what this route would write; refuses what cannot be done."""
+
+    def run(self, job: Job, *, resume: bool, overwrite: bool) -> Report:
+        """Do the work."""
 
 
 class PressedSource:
@@ -111,13 +129,13 @@ class PressedSource:
         ]
         return _joined([(t, slice(max(start - c.start, 0), min(stop, c.stop) - c.start)) for c, t in found])
 
-    def errors(self) -> dict[str, float]:
-        """Relative error of the quantized tensors that were loaded whole, by name."""
-        found = {}
-        for name, blocks in self._errors.items():
-            lost, squares = zip(*blocks.values())
-            found[name] = math.fsum(lost) / total if (total := math.fsum(squares)) else 0.0
-        return found
+    def error_of(self, name: str) -> float | None:
+        """Relative error of the rows of a tensor that were loaded; None where nothing was searched."""
+        blocks = self._errors.get(name)
+        if not blocks:
+            return None
+        lost, squares = zip(*blocks.values())
+        return math.fsum(lost) / total if (total := math.fsum(squares)) else 0.0
 
     def tokenizer_file(self) -> Path | None:
         """The source's."""
