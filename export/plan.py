@@ -8,7 +8,9 @@ streams.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import re
 import secrets
 import shutil
 from abc import ABC, abstractmethod
@@ -187,6 +189,9 @@ def refuse_existing(out: Path, known: tuple[str, ...], *, overwrite: bool) -> No
 def new_folder(out: Path) -> Iterator[Path]:
     """A temporary folder that takes the place of ``out`` when the block ends without an exception.
 
+    What a killed export of this name left beside ``out`` is removed; an older export that it had already moved aside is
+    put back first. Living ones are told by the lock on their folder.
+
     Parameters
     ----------
     out : Path
@@ -205,9 +210,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     token = secrets.token_hex(4)
     target = out.resolve()
     temporary, old = (target.with_name(f".{target.name}.{token}.{kind}") for kind in ("tmp", "old"))
+    held = None
     try:
         with disk_errors(out):
+            _sweep(target)
             temporary.mkdir(parents=True)
+            held = _lock(temporary)
         yield temporary
         with disk_errors(out):
             sync_folder(temporary)
@@ -218,3 +226,35 @@ def new_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that holds the lock on a folder until it is closed or its process dies; None if another has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks: then nothing is ever swept
+        os.close(fd)
+        return None
+    return fd
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed exports of ``target`` left."""
+    if not target.parent.is_dir():
+        return
+    left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(tmp|old)")
+    for path in sorted(target.parent.iterdir()):
+        match = left.fullmatch(path.name)
+        if match is None or not path.is_dir() or path.is_symlink():
+            continue
+        fd = _lock(path)
+        if fd is None:
+            continue
+        if match[1] == "old" and not target.exists():
+            os.rename(path, target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(fd)
