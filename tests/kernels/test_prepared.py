@@ -17,7 +17,21 @@ from trapetum.kernels.cpu.prepared import Activations, Expanded, Prepared
 from trapetum.tensors import AdditiveTensor, BlockTensor, CodebookTensor, DenseTensor, TernaryTensor
 
 TWO_BITS = ("TQ1_0", "TQ2_0", "Q1_0", "Q2_0", "PQ2_0", "PTQ1_0")
-INTEGER = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+INTEGER = (
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+)
 
 
 def codebook(rows: int, width: int, entries: int, dtype: Any = np.float16) -> CodebookTensor:
@@ -41,6 +55,9 @@ def blocks(name: str, rows: int, width: int) -> BlockTensor:
     for key in ("d", "dmin", "m"):
         if key in parts:
             parts[key] = (0.05 * rng.standard_normal(count)).astype(np.float16)
+    if "e" in parts:
+        parts["e"] = rng.integers(104, 144, count).astype(np.uint8)  # all powers of two that are a float16
+        parts["e"][:2], parts["codes"][:2] = (0, 255), 8  # blocks of zeros
     if name in ("TQ1_0", "PTQ1_0"):
         parts["codes"] = rng.integers(0, 3, parts["codes"].shape, dtype=np.uint8)
     return BlockTensor(name, kind.from_parts(parts).reshape(rows, -1))
@@ -167,8 +184,12 @@ def test_what_no_kernel_takes_is_left_alone() -> None:
     rng = np.random.default_rng(0)
     assert prepare(DenseTensor(rng.standard_normal((4, 4)))) is None
     assert prepare(ternary(3, 48, 12)) is None
-    blocks = rng.integers(0, 256, (2, 17), dtype=np.uint8)
-    assert prepare(BlockTensor("MXFP4", blocks)) is None
+    beyond = np.full((2, 17), 0x11, np.uint8)
+    beyond[:, 0] = 103  # the scale is no float16
+    assert prepare(BlockTensor("MXFP4", beyond)) is None
+    beyond[:, 0] = 104
+    assert prepare(BlockTensor("MXFP4", beyond)) is not None
+    assert prepare(BlockTensor("NVFP4", rng.integers(0, 256, (2, 36), dtype=np.uint8))) is None
 
 
 # ---------------------------------------------------------------------------- accuracy as stated

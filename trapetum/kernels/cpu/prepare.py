@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.blocktypes import Parts
-from trapetum.blocktypes.simple import IQ4_VALUES
+from trapetum.blocktypes.simple import IQ4_VALUES, MXFP4_VALUES
 from trapetum.kernels.cpu import blocks, codebook16
 from trapetum.kernels.cpu.activations import GROUP, padded
 from trapetum.kernels.cpu.prepared import (
@@ -72,7 +72,7 @@ def prepare(tensor: QuantizedTensor, *, precise: bool = False, expand: bool = Fa
     elif isinstance(tensor, BlockTensor):
         if tensor.type in _TWO_BITS:
             return _two_bits(tensor, precise)
-        if tensor.type in _FORMS:
+        if tensor.type in _FORMS and (tensor.type != "MXFP4" or _halves_hold(tensor)):
             return _blocks(tensor, _FORMS[tensor.type])
     return None
 
@@ -116,13 +116,15 @@ def _nothing(parts: Parts) -> None:
 class _Form:
     """How a type's parts become the arrays of ``kernels.cpu.blocks``.
 
-    ``codes`` gives codes that ``kind`` takes; ``offset`` the float16 that is taken off (times ``mins``, if any).
+    ``codes`` gives codes that ``kind`` takes; ``scale`` the float16 of a block; ``offset`` the float16 that is taken
+    off (times ``mins``, if any).
     """
 
     kind: int
     codes: Callable[[Parts], NDArray[Any]] = lambda parts: parts["codes"]
     values: NDArray[Any] | None = None
     offset: Callable[[Parts], NDArray[Any] | None] = _nothing
+    scale: Callable[[Parts], NDArray[Any]] = lambda parts: parts["d"]
 
 
 def _minus(shift: int) -> Callable[[Parts], NDArray[Any]]:
@@ -137,6 +139,23 @@ def _dmin(parts: Parts) -> NDArray[Any]:
     return parts["dmin"]
 
 
+def _power(parts: Parts) -> NDArray[Any]:
+    """2 ** (e - 128); 0 for what float16 does not hold, where :func:`_halves_hold` found zeros only."""
+    e = parts["e"].astype(np.int32)
+    return np.ldexp(np.float32(1), np.where(e <= _LARGEST_HALF, e, 0) - 128).astype(np.float16)
+
+
+def _halves_hold(tensor: BlockTensor) -> bool:
+    """Whether every scale of MXFP4, a power of two, is a float16; of blocks of zeros it does not matter."""
+    for _, parts in _chunks(tensor):
+        e = parts["e"]
+        inside = (e >= _LEAST_HALF) & (e <= _LARGEST_HALF)
+        if not inside.all() and (parts["codes"][~inside] & np.uint8(7)).any():
+            return False
+    return True
+
+
+_LEAST_HALF, _LARGEST_HALF = 128 - 24, 128 + 15  # exponents with their bias
 _FORMS: dict[str, _Form] = {
     "Q4_0": _Form(blocks.TABLE, values=np.arange(-8, 8)),
     "Q4_1": _Form(blocks.NIBBLE, offset=_minus_m),
@@ -145,6 +164,7 @@ _FORMS: dict[str, _Form] = {
     "Q8_0": _Form(blocks.BYTE),
     "IQ4_NL": _Form(blocks.TABLE, values=IQ4_VALUES),
     "IQ4_XS": _Form(blocks.TABLE, values=IQ4_VALUES),
+    "MXFP4": _Form(blocks.TABLE, values=MXFP4_VALUES, scale=_power),
     "Q2_K": _Form(blocks.BYTE16, offset=_dmin),
     "Q3_K": _Form(blocks.BYTE16, _minus(4)),
     "Q4_K": _Form(blocks.NIBBLE, offset=_dmin),
@@ -164,7 +184,7 @@ def _blocks(tensor: BlockTensor, form: _Form) -> Prepared:
         plain[:, :count] = np.ascontiguousarray(form.codes(parts)).view(np.uint8).reshape(lines, count)
         _pack(form.kind, plain, codes[part].reshape(lines, groups, -1))
         found: dict[str, NDArray[Any]] = {
-            "d": _bits(parts["d"]),
+            "d": _bits(form.scale(parts)),
             "steps": _signed(parts.get("scales")),
             "dmin": _bits(form.offset(parts)),
             "mins": _signed(parts.get("mins")),
