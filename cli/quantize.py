@@ -144,6 +144,13 @@ def quantize(
         int | None,
         option("--calib-tokens", parse=whole(1), metavar="N", help="Most tokens of it; 131072 by default."),
     ] = None,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential",
+            help="With --calibrate: layer after layer, each making up for the ones before it.",
+        ),
+    ] = False,
     imatrix: Annotated[
         Path | None,
         typer.Option(
@@ -181,10 +188,13 @@ def quantize(
     ] = False,
     overwrite: Overwrite = False,
     export: Annotated[
-        str | None, format_option("--export", help="Also export the artifact: cbk or hf.")
+        str | None, format_option("--export", help="Also export the artifact: cbk, hf, gguf or planes.")
     ] = None,
     drop_artifact: Annotated[
-        bool, typer.Option("--drop-artifact", help="With --export: remove the artifact afterwards.")
+        bool,
+        typer.Option(
+            "--drop-artifact", help="With --export: leave no artifact; a .cbk is then written straight away."
+        ),
     ] = False,
     dry_run: DryRun = False,
     no_resume: Annotated[
@@ -232,7 +242,13 @@ def quantize(
     from trapetum.quantize.job import quantize_model
 
     progress = terminal_progress()
-    if export is not None and not stream_download:  # what the format refuses is said before hours of work
+    direct = None
+    if export == "cbk" and drop_artifact and not (workers or scheduler or stream_download or sequential):
+        from trapetum.export.direct import DirectCbk
+
+        direct = DirectCbk(overwrite=overwrite, threads=threads)
+    elif export is not None and not (stream_download or (dry_run and export == "cbk")):
+        # what the format refuses is said before hours of work
         model = str(resolve_model(model, revision=revision, token=token, progress=progress))
         revision = None
         _check_export(model, export, out, overwrite)
@@ -251,6 +267,7 @@ def quantize(
         effort=effort,
         calibrate=calibrate,
         calib_tokens=calib_tokens,
+        sequential=sequential,
         imatrix=imatrix,
         threads=threads,
         max_memory=max_memory,
@@ -267,12 +284,24 @@ def quantize(
         scheduler=scheduler,
         mixed_cpus=mixed_cpus,
         stream_download=stream_download,
+        route=direct,
         progress=progress,
     )
     data, lines = report.to_dict(), _lines(report)
     if dry_run:
         for text in report.notes:
             progress.note(text)
+        if export == "cbk":
+            from trapetum.export.direct import forecast_cbk
+
+            target = default_target(report.out, export)
+            forecast = direct.plan if direct is not None else None
+            forecast = forecast or forecast_cbk(report, target)
+            data["export"] = {"path": str(forecast.request.out), **forecast.report()}
+            lines += f"\n\n{export_lines(forecast, forecast.request.out, dry_run=True)}"
+    elif direct is not None and direct.plan is not None:
+        data["export"] = {"path": str(report.out), **direct.plan.report()}
+        lines += f"\n\n{export_lines(direct.plan, report.out, dry_run=False)}"
     elif export is not None:
         from trapetum.export import plan_export
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trapetum
 from trapetum.errors import OutputError, RecipeError
@@ -41,6 +41,7 @@ from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.budget import allocate, budgeted
 from trapetum.quantize.card import model_card, read_front_matter
+from trapetum.quantize.config_only import ConfigCheckpoint, has_only_config
 from trapetum.quantize.cpu import require_one_cpu
 from trapetum.quantize.forecast import forecast, shards_of
 from trapetum.quantize.identity import hash_files
@@ -57,6 +58,9 @@ from trapetum.quantize.streamed import quantize_streamed
 from trapetum.quantize.survey import survey
 from trapetum.quantize.ternary import cost_note
 from trapetum.runtime.calibrate import TOKENS
+
+if TYPE_CHECKING:
+    from trapetum.quantize.pressed import Route
 
 __all__ = ["Job", "Press", "companions", "leave_no_trace", "quantize_model", "surveyed"]
 
@@ -95,8 +99,10 @@ def quantize_model(
     mixed_cpus: bool = False,
     calibrate: str | Path | None = None,
     calib_tokens: int | None = None,
+    sequential: bool = False,
     imatrix: str | Path | None = None,
     stream_download: bool = False,
+    route: Route | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Quantize a checkpoint into an artifact folder.
@@ -139,11 +145,16 @@ def quantize_model(
         (``quantize.ldlq``).
     calib_tokens : int, optional
         Most tokens to take of it, 131,072 by default.
+    sequential : bool
+        With ``calibrate``: each layer sees what the layers before it have become, and makes up for it
+        (``quantize.sequential``); three times the calibration.
     imatrix : path-like, optional
         An importance matrix of llama.cpp, or second moments of ``trapetum imatrix --hessian``.
     stream_download : bool
         Fetch the weight files of a Hub id one after another and remove each when its tensors are done: the disk holds
         two of them at most. The bytes are the same.
+    route : Route, optional
+        What to make instead of an artifact; ``out`` then holds the unfinished work only.
     progress : Progress, optional
 
     Returns
@@ -160,7 +171,7 @@ def quantize_model(
     if share is not None and share.count == 1:  # the whole
         share = None
     check_routes(share, workers, scheduler, resume)
-    calibration = _calibration(calibrate, calib_tokens, imatrix)
+    calibration = _calibration(calibrate, calib_tokens, imatrix, sequential)
     if calibration is not None and (share is not None or workers is not None or scheduler is not None):
         raise RecipeError(
             "a job with calibration or an importance file is not spread over processes",
@@ -190,7 +201,7 @@ def quantize_model(
             source = stream.source
         else:
             path = resolve_model(model, revision=revision, token=token, progress=progress)
-            source = open_checkpoint(path)
+            source = ConfigCheckpoint(path) if dry_run and has_only_config(path) else open_checkpoint(path)
             stack.callback(source.close)
         name = _name(source)
         folder = Path(out) if out is not None else Path(f"{name}-trapetum-{resolved.name}")
@@ -210,11 +221,6 @@ def quantize_model(
             with open_statistics(imatrix) as file:  # what it does not fit is said before any work
                 plan = replace(plan, notes=(*plan.notes, *Statistics(file).notes(plan.rows)))
         budget = plan.budget(threads, max_memory)
-        if dry_run:
-            with open_statistics(imatrix) if imatrix is not None else contextlib.nullcontext() as file:
-                known = replace(plan, statistics=None if file is None else Statistics(file, plan.rotation))
-                plan = replace(allocate(known, budget.threads, progress), statistics=None)
-            return forecast(plan, budget, folder, max_shard_size, share, progress, remote=stream is not None)
         job = Job(
             plan,
             folder,
@@ -225,7 +231,17 @@ def quantize_model(
             mixed_cpus,
             calibration=calibration,
             stream=stream,
+            extra={} if route is None else route.settings,
         )
+        if dry_run:
+            with open_statistics(imatrix) if imatrix is not None else contextlib.nullcontext() as file:
+                known = replace(plan, statistics=None if file is None else Statistics(file, plan.rotation))
+                plan = replace(allocate(known, budget.threads, progress), statistics=None)
+            remote = stream is not None or isinstance(source, ConfigCheckpoint)
+            report = forecast(plan, budget, folder, max_shard_size, share, progress, remote=remote)
+            return report if route is None else route.preview(report, job)
+        if route is not None:
+            return route.run(job, resume=resume, overwrite=overwrite)
         if share is not None:
             from trapetum.quantize.shared_job import run_share
 
@@ -238,14 +254,16 @@ def quantize_model(
 
 
 def _calibration(
-    calibrate: str | Path | None, tokens: int | None, imatrix: str | Path | None
+    calibrate: str | Path | None, tokens: int | None, imatrix: str | Path | None, sequential: bool
 ) -> Calibration | None:
     if calibrate is not None and imatrix is not None:
         raise RecipeError("calibrate and imatrix exclude each other: each says what is known of the inputs")
     if tokens is not None and (calibrate is None or tokens < 1):
         raise RecipeError(f"calib_tokens is {tokens}; it takes a positive number, and goes with calibrate")
+    if sequential and calibrate is None:
+        raise RecipeError("sequential goes with calibrate: it says how the text is used")
     if calibrate is not None:
-        return Calibration(Path(calibrate), tokens or TOKENS)
+        return Calibration(Path(calibrate), tokens or TOKENS, sequential)
     return None if imatrix is None else Calibration(Path(imatrix))
 
 
@@ -290,6 +308,8 @@ class Job:
     calibration : Calibration, optional
     stream : HubStream, optional
         Where the weights come from file by file; the plan's source is its source.
+    extra : mapping
+        More settings that make the job what it is.
     """
 
     plan: Plan
@@ -302,6 +322,7 @@ class Job:
     press: Press = quantize_tensors
     calibration: Calibration | None = None
     stream: HubStream | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self, *, resume: bool = True, overwrite: bool = False) -> Report:
@@ -336,7 +357,7 @@ class Job:
             if not resume_assembly(self.folder, progress=self.progress):
                 log = RunLog(self.folder)
                 log.start(self.budget.threads)
-                with self._statistics():
+                with self.statistics():
                     made, resumed = self._make(log)
                 self.assemble(made, log)
             manifest, _ = parse_manifest((self.folder / MANIFEST).read_bytes(), str(self.folder / MANIFEST))
@@ -347,6 +368,11 @@ class Job:
     def _make(self, log: RunLog) -> tuple[dict[str, Part], int]:
         """The parts that are not there yet; a plan that is surveyed on the way is settled after it."""
         where = (self.plan, self.parts, self.budget, log, self.progress)
+        if self.calibration is not None and self.calibration.sequential:
+            from trapetum.quantize.sequential import press_in_order
+
+            text, tokens = self.calibration.path, self.calibration.tokens or TOKENS
+            return press_in_order(text, tokens, *where, mixed_cpus=self.mixed_cpus)
         if self.stream is None:
             return self.press(*where, mixed_cpus=self.mixed_cpus)
         made, resumed, plan = quantize_streamed(self.stream, *where, self.mixed_cpus)
@@ -354,9 +380,9 @@ class Job:
         return made, resumed
 
     @contextlib.contextmanager
-    def _statistics(self, aloud: bool = True) -> Iterator[None]:
+    def statistics(self, aloud: bool = True) -> Iterator[None]:
         """What is known of the inputs is in the plan while tensors are measured or made."""
-        if self.calibration is None:
+        if self.calibration is None or (self.calibration.sequential and aloud):  # stages bring their own
             yield
             return
         found = self.calibration.statistics(
@@ -403,7 +429,7 @@ class Job:
                 self.plan = surveyed(self.plan, stored)
             return
         if self.stream is None:
-            with self._statistics(aloud=False) if budgeted(self.plan) else contextlib.nullcontext():
+            with self.statistics(aloud=False) if budgeted(self.plan) else contextlib.nullcontext():
                 self.plan = allocate(self.plan, self.budget.threads, self.progress)
             self.plan = survey(self.plan, self.budget, self.progress)
         largest = max(s.size for s in shards_of(self.plan, self.max_shard_size))
@@ -421,7 +447,7 @@ class Job:
         }
         if self.calibration is not None:
             settings["calibration"] = self.calibration.identity()
-        return settings
+        return settings | dict(self.extra)
 
     def _source(self) -> dict[str, Any]:
         """The source's name (and place on the Hub) and the hash of every file."""

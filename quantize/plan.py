@@ -26,7 +26,7 @@ from trapetum.quantize.recipe import DEFAULT_RULES, Recipe
 from trapetum.quantize.scheme import Importance
 from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
 from trapetum.quantize.ternary import Ternary
-from trapetum.quantize.ternary_intake import AsIs
+from trapetum.quantize.ternary_intake import AsIs, TernaryAsIs
 from trapetum.rotation import HadamardRotation
 from trapetum.runtime.environment import available_memory
 from trapetum.tensors import CodebookTensor, DenseTensor, QuantizedTensor, matrix_shape
@@ -181,6 +181,12 @@ class Plan:
         """What the scheme of ``row`` works on: a row block of the source, rotated where the row is."""
         values = tensor_values(self.source.load(row.name, rows))
         return self.rotation.fold(values) if self.rotation is not None and row.rotated else values
+
+    def aimed(self, row: PlanRow, rows: slice, values: NDArray[Any]) -> NDArray[Any]:
+        """What :meth:`values` are quantized towards; see :meth:`Statistics.aim`."""
+        if self.statistics is None or isinstance(row.scheme, TernaryAsIs | BlocksAsIs | AdditiveAsIs):
+            return values
+        return self.statistics.aim(row, rows, values)
 
     def taken(self, row: PlanRow, rows: slice) -> QuantizedTensor | None:
         """What is stored of a row block where nothing is searched: the source's own form; None elsewhere."""

@@ -89,6 +89,18 @@ class Statistics:
             moment = np.ascontiguousarray(turn.fold(np.ascontiguousarray(turn.fold(moment).T)))
         return Hessian(moment, tokens)
 
+    def aim(self, row: PlanRow, rows: slice, values: NDArray[Any]) -> NDArray[Any]:
+        """What a row block is quantized towards: its values, unless the inputs say better (``quantize.sequential``).
+
+        Parameters
+        ----------
+        row : PlanRow
+        rows : slice
+        values : ndarray, shape (rows, in_features)
+            Rotated where the row is.
+        """
+        return values
+
     def has_moment(self, row: PlanRow) -> bool:
         """Whether :meth:`importance` is a Hessian."""
         shared = self.file.shared(row.name)
@@ -151,10 +163,13 @@ class Calibration:
         A text that the model is run over, or an importance file.
     tokens : int, optional
         Of the text, most that are taken; None says that ``path`` is an importance file.
+    sequential : bool
+        Each layer is calibrated behind the layers before it as they are stored (``quantize.sequential``).
     """
 
     path: Path
     tokens: int | None = None
+    sequential: bool = False
 
     def identity(self) -> dict[str, Any]:
         """What the job's bytes depend on; the hash, not the place.
@@ -172,7 +187,8 @@ class Calibration:
         except OSError as error:
             raise RecipeError(f"{self.path}: cannot be read ({error.strerror})") from error
         found: dict[str, Any] = {"file": self.path.name, "sha256": digest.hexdigest()}
-        return {**found, "tokens": self.tokens} if self.tokens is not None else found
+        found |= {"tokens": self.tokens} if self.tokens is not None else {}
+        return found | ({"sequential": True} if self.sequential else {})
 
     def statistics(
         self, model: Path, work: Path, threads: int, progress: Progress, rotation: HadamardRotation | None

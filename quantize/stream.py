@@ -171,7 +171,7 @@ def press_block(plan: Plan, fits: Fits, row: PlanRow, cut: slice) -> Pressed:
     values = plan.values(row, cut)
     seed = tensor_seed(plan.recipe.seed, row.name)
     scheme = fits.scheme(row)
-    tensor = scheme.quantize(values, plan.importance(row), wide=row.wide, seed=seed)
+    tensor = scheme.quantize(plan.aimed(row, cut, values), plan.importance(row), wide=row.wide, seed=seed)
     result = Pressed(tensor, scheme.errors(values, tensor), scheme.proof(values, tensor))
     plan.source.release(row.name, cut)
     return result

@@ -27,6 +27,7 @@ from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import MATRIX_KINDS, Role
 from trapetum.models.config import ModelConfig, parse_config
 from trapetum.progress import Progress
+from trapetum.runtime.blocks import build_layer
 from trapetum.runtime.layers import Layer, Observe
 from trapetum.runtime.model import Model
 
@@ -103,17 +104,15 @@ class Streamed(Model):
     """
 
     def __init__(self, source: TensorSource, pool: Pool) -> None:
-        self._ready = False
         super().__init__(source, pool)
-        self._ready = True
         self.weights.expand = True  # one layer at a time always fits
 
     def _layer(self, number: int) -> Layer:
-        return super()._layer(number) if self._ready else cast(Layer, None)
+        return cast(Layer, None)  # none is kept
 
     def layer(self, number: int) -> Layer:
         """Read one layer."""
-        return self._layer(number)
+        return build_layer(self.weights, number)
 
     def begin(self, ids: NDArray[np.intp], hidden: Floats) -> None:
         """Check calibration sequences and embed them into ``hidden`` [sequences, positions, hidden_size]."""
