@@ -142,7 +142,8 @@ def _dmin(parts: Parts) -> NDArray[Any]:
 def _power(parts: Parts) -> NDArray[Any]:
     """2 ** (e - 128); 0 for what float16 does not hold, where :func:`_halves_hold` found zeros only."""
     e = parts["e"].astype(np.int32)
-    return np.ldexp(np.float32(1), np.where(e <= _LARGEST_HALF, e, 0) - 128).astype(np.float16)
+    found: NDArray[Any] = np.ldexp(np.float32(1), np.where(e <= _LARGEST_HALF, e, 0) - 128)
+    return found.astype(np.float16)
 
 
 def _halves_hold(tensor: BlockTensor) -> bool:
