@@ -13,8 +13,8 @@ codebook4-v1   64 x 16        codes [N/64][K/16][lane 32][16]: byte 4 i + 2 h + 
 codebook8-v1   128 x 8        codes [N/128][K/8][q 2][lane 32][16]: byte 8 i + 4 h + b is row 64 q + 32 h + lane, input
                               4 i + b; then entries float16 [N/128][256][q 2][lane 32][h 2] of the same rows
 additive-v1    16 x 32 G      codes [N/16][K/(32 G)][L][lane 32][16], for M codebooks L = 3 if M = 3 else 1 and
-                              G = 8 L / M: byte (2 i + h) M + m of a lane's 16 L is row 8 h + lane / 4, codebook m, group
-                              of eight inputs 4 i + lane % 4; then codebooks float16 [M][256][8]; then scales
+                              G = 8 L / M: byte (2 i + h) M + m of a lane's 16 L is row 8 h + lane / 4, codebook m,
+                              group of eight inputs 4 i + lane % 4; then codebooks float16 [M][256][8]; then scales
                               float16 [N/16 * 16]
 =============  =============  ==========================================================================================
 

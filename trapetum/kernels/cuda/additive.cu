@@ -37,7 +37,9 @@ DEVICE void gemv(const u8* codes, const uint4* books, const u16* scales, const u
     const int g = lane >> 2, t = lane & 3;
     const int count = ROWS * work.tokens;
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
-    const int begin = warp_boundary(first, last, warp, warps), end = warp_boundary(first, last, warp + 1, warps);
+    const Shares shares(first, last, warps);
+    const int begin = shares.begin(warp), end = shares.begin(warp + 1);
+    let_next_start();
     float* left = (float*)(shared + (BOOKS + 1) / 2 * PAIR_BYTES) + warp * 2 * count;
 
     uint4 coming[AHEAD][LOADS];
@@ -49,6 +51,7 @@ DEVICE void gemv(const u8* codes, const uint4* books, const u16* scales, const u
             for (int j = 0; j < LOADS; ++j) coming[i][j] = load_once(at + j * 512);
 
     load_books<BF16>(shared, books, BOOKS);
+    wait_for_inputs();
     __syncthreads();
 
     const u16* token[TILES];
@@ -77,10 +80,11 @@ DEVICE void gemv(const u8* codes, const uint4* books, const u16* scales, const u
             at += UNIT_BYTES;
 #pragma unroll
             for (int i = 0; i < GROUPS; ++i) {
-                uint4 b[TILES];
+                u32 b[TILES][4] = {};
 #pragma unroll
                 for (int n = 0; n < TILES; ++n)
-                    b[n] = load_inputs(token[n], k + 32 * i, work.in_features - 8 * t, work.aligned, true);
+                    if (k + 32 * i < work.in_features - 8 * t)
+                        load_inputs<8>(b[n], token[n], k + 32 * i, work.in_features - 8 * t, work.aligned);
 #pragma unroll
                 for (int m = 0; m < BOOKS; ++m) {
                     // Bytes of a lane: [group][row g or g + 8][codebook].
@@ -92,8 +96,8 @@ DEVICE void gemv(const u8* codes, const uint4* books, const u16* scales, const u
                     const u32 a0[4] = {v.x, u.x, v.y, u.y}, a1[4] = {v.z, u.z, v.w, u.w};
 #pragma unroll
                     for (int n = 0; n < TILES; ++n) {
-                        multiply<BF16>(acc[n], a0, b[n].x, b[n].y);
-                        multiply<BF16>(acc[n], a1, b[n].z, b[n].w);
+                        multiply<BF16>(acc[n], a0, b[n][0], b[n][1]);
+                        multiply<BF16>(acc[n], a1, b[n][2], b[n][3]);
                     }
                 }
             }
@@ -137,6 +141,8 @@ GEMV(additive_gemv_bf16_16, true, 2)
 extern "C" __global__ void additive_rows(const u8* codes, const u16* books, const u16* scales, const int* ids, int count,
                                          void* out, WORK_PARAMETERS) {
     const Work work = WORK;
+    let_next_start();
+    wait_for_inputs();
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const int groups = work.in_features / 8;
     const int i = (int)(thread / groups), group = (int)(thread % groups);
@@ -154,3 +160,65 @@ extern "C" __global__ void additive_rows(const u8* codes, const u16* books, cons
     const float scale = half_to_float(inside ? scales[row] : 0x7e00);
     for (int d = 0; d < 8; ++d) store(out, work.out_kind, (u64)i * work.in_features + group * 8 + d, sum[d] * scale);
 }
+
+// Tiles from `first` on as rows of halves, the first of them at `out`: vectors are added and scaled in float32, then
+// rounded once. Blocks of a column share a tile's units.
+template <bool BF16>
+DEVICE void dense(const u8* codes, const uint4* books, const u16* scales, int first, int tiles, u16* out,
+                  const Work& work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    let_next_start();
+    load_books<false>(shared, books, BOOKS);
+    wait_for_inputs();
+    __syncthreads();
+    const int warps = gridDim.x * (blockDim.x >> 5);
+    for (int i = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5); i < tiles * work.per_tile; i += warps) {
+        const int tile = first + i / work.per_tile, unit = i % work.per_tile;
+        const u8* at = codes + ((u64)tile * work.per_tile + unit) * UNIT_BYTES + lane * 16;
+        u32 word[LOADS * 4];
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            const uint4 v = load_once(at + j * 512);
+            word[4 * j] = v.x, word[4 * j + 1] = v.y, word[4 * j + 2] = v.z, word[4 * j + 3] = v.w;
+        }
+#pragma unroll
+        for (int high = 0; high < 2; ++high) {
+            const int row = tile * ROWS + g + 8 * high;
+            if (row >= work.rows) continue;
+            const float scale = half_to_float(scales[row]);
+            u16* to = out + (u64)(row - first * ROWS) * work.in_features;
+#pragma unroll
+            for (int place = 0; place < GROUPS; ++place) {
+                float sum[8] = {};
+#pragma unroll
+                for (int m = 0; m < BOOKS; ++m) {
+                    const int byte = (2 * place + high) * BOOKS + m;
+                    const u32 column = (lane & 7) * 16 + (m & 1) * 128;
+                    const uint4 v = *(const uint4*)(shared + (m >> 1) * PAIR_BYTES +
+                                                    table_offset(word[byte / 4], column, byte % 4));
+                    const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int d = 0; d < 8; ++d) sum[d] += half_to_float((u16)(w[d / 2] >> d % 2 * 16));
+                }
+                u32 w[4];
+#pragma unroll
+                for (int d = 0; d < 4; ++d) {
+                    const float low = sum[2 * d] * scale, top = sum[2 * d + 1] * scale;
+                    w[d] = BF16 ? float_to_bfloat(low) | (u32)float_to_bfloat(top) << 16
+                                : float_to_half(low) | (u32)float_to_half(top) << 16;
+                }
+                store_eight(to, unit * UNIT_INPUTS + place * 32 + 8 * t, work.in_features,
+                            make_uint4(w[0], w[1], w[2], w[3]));
+            }
+        }
+    }
+}
+
+#define DENSE(NAME, BF16)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(512)                                                                \
+    NAME(const u8* codes, const uint4* books, const u16* scales, int first, int tiles, u16* out, WORK_PARAMETERS) {  \
+        dense<BF16>(codes, books, scales, first, tiles, out, WORK);                                                  \
+    }
+DENSE(additive_dense_f16, false)
+DENSE(additive_dense_bf16, true)

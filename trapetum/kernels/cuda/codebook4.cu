@@ -34,13 +34,6 @@ template <bool BF16> DEVICE void expand_table(u32* table, const u16* entries, in
 
 DEVICE u32 look_up(const u8* table, u32 offset) { return *(const u32*)(table + offset); }
 
-DEVICE void inputs(const u16* x, const Work& work, int k, bool owner, int token, uint4& low, uint4& high) {
-    const u16* row = x + (u64)token * work.in_features;
-    const bool wanted = owner && token < work.tokens;
-    low = load_inputs(row, k, work.in_features, work.aligned, wanted);
-    high = load_inputs(row, k + 8, work.in_features, work.aligned, wanted);
-}
-
 template <bool BF16, int PAIRS>  // PAIRS of tokens
 DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
@@ -48,37 +41,39 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
     constexpr int AHEAD = PAIRS > 1 ? 2 : 3;  // units on their way from memory, in registers
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
-    const bool owner = (g & 3) == t;  // lanes whose part of B is not zero
     const u32 column = lane * 4;
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
+    let_next_start();
 
     uint4 coming[AHEAD];
     const u8* at = codes + (u64)(first + warp) * UNIT_BYTES + lane * 16;
     int next = first + warp;
+    const auto fetch = [&](uint4& to) {
+        if (next < last) to = load_once(at);
+        next += warps;
+        at += warps * UNIT_BYTES;
+    };
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i, next += warps, at += (u64)warps * UNIT_BYTES)
-        if (next < last) coming[i] = load_once(at);
+    for (int i = 0; i < AHEAD; ++i) fetch(coming[i]);
+
+    // Lane t of quad g holds tokens g / 4, g / 4 + 2 ... where g % 4 is t; elsewhere B is zero.
+    const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
+    const u16* mine = x + (u64)(g >> 2) * work.in_features;
 
     int unit = first + warp;
     for (int from = first; from < last;) {
         const int tile = from / work.per_tile;
         const int to = min(last, (tile + 1) * work.per_tile);
         expand_table<BF16>((u32*)shared, entries, tile);
+        if (from == first) wait_for_inputs();
         __syncthreads();
 
         float acc[PAIRS][4] = {};
-        for (; unit < to; unit += warps) {
-            const u32 word[4] = {coming[0].x, coming[0].y, coming[0].z, coming[0].w};
-#pragma unroll
-            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
-            if (next < last) coming[AHEAD - 1] = load_once(at);
-            next += warps;
-            at += (u64)warps * UNIT_BYTES;
-
-            const int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
-            uint4 low, high;
-            inputs(x, work, k, owner, g >> 2, low, high);
-            u32 a[4][4];
+        int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
+        const auto step = [&](uint4& codes_of_unit) {
+            u32 b[8] = {}, a[4][4];
+            if (tokens > 0) load_inputs<16>(b, mine, k, work.in_features, work.aligned);
+            const u32 word[4] = {codes_of_unit.x, codes_of_unit.y, codes_of_unit.z, codes_of_unit.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 a[i][0] = look_up(shared, table_offset(word[i], column, 0));
@@ -86,24 +81,41 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
                 a[i][1] = look_up(shared, table_offset(word[i], column + 128, 2));
                 a[i][3] = look_up(shared, table_offset(word[i], column + 128, 3));
             }
+            fetch(codes_of_unit);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
-                multiply<BF16>(acc[p], a[0], low.x, low.y);
-                multiply<BF16>(acc[p], a[1], low.z, low.w);
-                multiply<BF16>(acc[p], a[2], high.x, high.y);
-                multiply<BF16>(acc[p], a[3], high.z, high.w);
-                if (p + 1 < PAIRS) inputs(x, work, k, owner, 2 * p + 2 + (g >> 2), low, high);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply<BF16>(acc[p], a[i], b[2 * i], b[2 * i + 1]);
+                if (p + 1 < PAIRS) {
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) b[i] = 0;
+                    if (tokens > 2 * p + 2)
+                        load_inputs<16>(b, mine + (u64)(2 * p + 2) * work.in_features, k, work.in_features, work.aligned);
+                }
             }
+            unit += warps;
+            k += warps * UNIT_INPUTS;
+        };
+        while (unit + (AHEAD - 1) * warps < to) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) step(coming[i]);
+        }
+        while (unit < to) {
+            step(coming[0]);
+            const uint4 newest = coming[0];
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
+            coming[AHEAD - 1] = newest;
         }
 
         // Column n of the products is token n / 4 of the pair and row 4g + n % 4 (and 32 more).
         __syncthreads();
-        float* mine = (float*)shared + warp * (2 * PAIRS * ROWS);
+        float* left = (float*)shared + warp * (2 * PAIRS * ROWS);
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                mine[(2 * p + (t >> 1)) * ROWS + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[p][i];
+                left[(2 * p + (t >> 1)) * ROWS + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[p][i];
         __syncthreads();
         settle<BlockTeam>(
             work, sums, tile, from, to, ROWS * work.tokens, &flag,
@@ -122,7 +134,7 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
 }
 
 #define GEMV(NAME, BF16, PAIRS)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(512, PAIRS > 4 ? 1 : 2)                                              \
+    extern "C" __global__ void __launch_bounds__(512, PAIRS > 2 ? 1 : 2)                                              \
     NAME(const u8* codes, const u16* entries, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {       \
         gemv<BF16, PAIRS>(codes, entries, x, y, Sums{partial, arrived}, WORK);                                        \
     }
@@ -139,6 +151,8 @@ GEMV(codebook4_gemv_bf16_16, true, 8)
 extern "C" __global__ void codebook4_rows(const u8* codes, const u16* entries, const int* ids, int count, void* out,
                                           WORK_PARAMETERS) {
     const Work work = WORK;
+    let_next_start();
+    wait_for_inputs();
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const int i = (int)(thread / work.per_tile), k = (int)(thread % work.per_tile) * UNIT_INPUTS;
     if (i >= count) return;
@@ -151,3 +165,39 @@ extern "C" __global__ void codebook4_rows(const u8* codes, const u16* entries, c
         store(out, work.out_kind, (u64)i * work.in_features + k + j, half_to_float(entry));
     }
 }
+
+// Tiles from `first` on as rows of halves, the first of them at `out`; blocks of a column share a tile's units.
+template <bool BF16>
+DEVICE void dense(const u8* codes, const u16* entries, int first, u16* out, const Work& work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int tile = first + blockIdx.x;
+    let_next_start();
+    expand_table<BF16>((u32*)shared, entries, tile);
+    wait_for_inputs();
+    __syncthreads();
+    for (int unit = blockIdx.y * warps + warp; unit < work.per_tile; unit += gridDim.y * warps) {
+        const uint4 v = load_once(codes + ((u64)tile * work.per_tile + unit) * UNIT_BYTES + lane * 16);
+        const u32 word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 pair[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                pair[i] = look_up(shared, table_offset(word[i / 2], lane * 4 + half * 128, 2 * half + i % 2));
+            const int row = half * 32 + lane;
+            if (tile * ROWS + row >= work.rows) continue;
+            u16* to = out + ((u64)blockIdx.x * ROWS + row) * work.in_features;
+            store_eight(to, unit * UNIT_INPUTS, work.in_features, make_uint4(pair[0], pair[1], pair[2], pair[3]));
+            store_eight(to, unit * UNIT_INPUTS + 8, work.in_features, make_uint4(pair[4], pair[5], pair[6], pair[7]));
+        }
+    }
+}
+
+#define DENSE(NAME, BF16)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+    NAME(const u8* codes, const u16* entries, int first, u16* out, WORK_PARAMETERS) {                                \
+        dense<BF16>(codes, entries, first, out, WORK);                                                               \
+    }
+DENSE(codebook4_dense_f16, false)
+DENSE(codebook4_dense_bf16, true)

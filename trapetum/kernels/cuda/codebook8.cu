@@ -10,12 +10,23 @@
 #define UNIT_BYTES 1024    // [64-row half][lane][16 bytes]
 #define TABLE_BYTES 65536
 
-template <bool BF16> DEVICE void load_table(uint4* table, const u32* tables, int tile) {
+// Copied without a register in between, all of it on its way at once; awaited by table_arrived().
+DEVICE void load_table(uint4* table, const u32* tables, int tile) {
     const uint4* from = (const uint4*)(tables + (u64)tile * (TABLE_BYTES / 4));
     for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {
-        uint4 v = from[i];
-        table[i] = make_uint4(table_pair<BF16>(v.x), table_pair<BF16>(v.y), table_pair<BF16>(v.z), table_pair<BF16>(v.w));
+        const u32 to = (u32)__cvta_generic_to_shared(table + i);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from + i) : "memory");
     }
+}
+
+template <bool BF16> DEVICE void table_arrived(uint4* table) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    if (BF16)
+        for (int i = threadIdx.x; i < TABLE_BYTES / 16; i += blockDim.x) {  // what this thread copied itself
+            uint4 v = table[i];
+            v = make_uint4(table_pair<true>(v.x), table_pair<true>(v.y), table_pair<true>(v.z), table_pair<true>(v.w));
+            table[i] = v;
+        }
 }
 
 DEVICE u32 look_up(const u8* table, u32 offset) { return *(const u32*)(table + offset); }
@@ -37,45 +48,51 @@ template <bool BF16, int PAIRS>  // PAIRS of tokens
 DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flag;
-    constexpr int AHEAD = 2;  // units on their way from memory, in registers
+    constexpr int AHEAD = 2;                      // units on their way from memory, in registers
+    constexpr int EARLY = PAIRS > 4 ? 1 : PAIRS;  // pairs whose inputs are loaded once for both halves
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
-    const bool owner = (g & 3) == t;  // lanes whose part of B is not zero
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
+    let_next_start();
+    load_table((uint4*)shared, tables, first / work.per_tile);
 
     uint4 coming[AHEAD][2];
     const u8* at = codes + (u64)(first + warp) * UNIT_BYTES + lane * 16;
     int next = first + warp;
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i, next += warps, at += (u64)warps * UNIT_BYTES)
+    const auto fetch = [&](uint4 (&to)[2]) {
         if (next < last) {
-            coming[i][0] = load_once(at);
-            coming[i][1] = load_once(at + 512);
+            to[0] = load_once(at);
+            to[1] = load_once(at + 512);
         }
+        next += warps;
+        at += warps * UNIT_BYTES;
+    };
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) fetch(coming[i]);
+
+    // Lane t of quad g holds tokens g / 4, g / 4 + 2 ... where g % 4 is t; elsewhere B is zero.
+    const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
+    const u16* mine = x + (u64)(g >> 2) * work.in_features;
 
     int unit = first + warp;
     for (int from = first; from < last;) {
         const int tile = from / work.per_tile;
         const int to = min(last, (tile + 1) * work.per_tile);
-        load_table<BF16>((uint4*)shared, tables, tile);
+        if (from != first) load_table((uint4*)shared, tables, tile);
+        table_arrived<BF16>((uint4*)shared);
+        if (from == first) wait_for_inputs();
         __syncthreads();
 
         float acc[2][PAIRS][4] = {};
-        for (; unit < to; unit += warps) {
-            const uint4 now[2] = {coming[0][0], coming[0][1]};
+        int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
+        const auto step = [&](uint4 (&now)[2]) {
+            u32 b[EARLY][4] = {};
+            const auto inputs = [&](u32 (&to)[4], int p) {
+                if (tokens > 2 * p)
+                    load_inputs<8>(to, mine + (u64)(2 * p) * work.in_features, k, work.in_features, work.aligned);
+            };
 #pragma unroll
-            for (int i = 0; i + 1 < AHEAD; ++i) {
-                coming[i][0] = coming[i + 1][0];
-                coming[i][1] = coming[i + 1][1];
-            }
-            if (next < last) {
-                coming[AHEAD - 1][0] = load_once(at);
-                coming[AHEAD - 1][1] = load_once(at + 512);
-            }
-            next += warps;
-            at += (u64)warps * UNIT_BYTES;
-
-            const int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
+            for (int p = 0; p < EARLY; ++p) inputs(b[p], p);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 column = lane * 4 + half * 128;
@@ -84,12 +101,28 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
                 decode(a[1], shared, column, now[half].z, now[half].w);
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p) {
-                    const int token = 2 * p + (g >> 2);
-                    const uint4 b = load_inputs(x + (u64)token * work.in_features, k, work.in_features, work.aligned,
-                                                owner && token < work.tokens);
-                    multiply<BF16>(acc[half][p], a[0], b.x, b.y);
-                    multiply<BF16>(acc[half][p], a[1], b.z, b.w);
+                    u32 late[4] = {};
+                    if (p >= EARLY) inputs(late, p);
+                    const u32* of = p < EARLY ? b[p] : late;
+                    multiply<BF16>(acc[half][p], a[0], of[0], of[1]);
+                    multiply<BF16>(acc[half][p], a[1], of[2], of[3]);
                 }
+            }
+            fetch(now);
+            unit += warps;
+            k += warps * UNIT_INPUTS;
+        };
+        while (unit + (AHEAD - 1) * warps < to) {
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) step(coming[i]);
+        }
+        if (unit < to) {
+            step(coming[0]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint4 newest = coming[0][i];
+                coming[0][i] = coming[1][i];
+                coming[1][i] = newest;
             }
         }
 
@@ -97,12 +130,12 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
         __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float* mine = (float*)shared + warp * (2 * PAIRS * 64);
+            float* left = (float*)shared + warp * (2 * PAIRS * 64);
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p)
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    mine[(2 * p + (t >> 1)) * 64 + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[half][p][i];
+                    left[(2 * p + (t >> 1)) * 64 + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[half][p][i];
             __syncthreads();
             // The sums of the warps take the place of the first warp's.
             for (int i = threadIdx.x; i < 64 * work.tokens; i += blockDim.x) {
@@ -126,7 +159,7 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
 }
 
 #define GEMV(NAME, BF16, PAIRS)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(512, PAIRS > 2 ? 1 : 2)                                              \
+    extern "C" __global__ void __launch_bounds__(512, PAIRS > 1 ? 1 : 2)                                              \
     NAME(const u8* codes, const u32* tables, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {        \
         gemv<BF16, PAIRS>(codes, tables, x, y, Sums{partial, arrived}, WORK);                                         \
     }
@@ -143,6 +176,8 @@ GEMV(codebook8_gemv_bf16_16, true, 8)
 extern "C" __global__ void codebook8_rows(const u8* codes, const u32* tables, const int* ids, int count, void* out,
                                           WORK_PARAMETERS) {
     const Work work = WORK;
+    let_next_start();
+    wait_for_inputs();
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const int i = (int)(thread / work.per_tile), k = (int)(thread % work.per_tile) * UNIT_INPUTS;
     if (i >= count) return;
@@ -156,3 +191,41 @@ extern "C" __global__ void codebook8_rows(const u8* codes, const u32* tables, co
         store(out, work.out_kind, (u64)i * work.in_features + k + j, half_to_float(entry));
     }
 }
+
+// Tiles from `first` on as rows of halves, the first of them at `out`; blocks of a column share a tile's units.
+template <bool BF16>
+DEVICE void dense(const u8* codes, const u32* tables, int first, u16* out, const Work& work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int tile = first + blockIdx.x;
+    let_next_start();
+    load_table((uint4*)shared, tables, tile);
+    table_arrived<BF16>((uint4*)shared);
+    wait_for_inputs();
+    __syncthreads();
+    for (int unit = blockIdx.y * warps + warp; unit < work.per_tile; unit += gridDim.y * warps) {
+        const u8* at = codes + ((u64)tile * work.per_tile + unit) * UNIT_BYTES + lane * 16;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const uint4 v = load_once(at + half * 512);
+            u32 a[2][4];
+            decode(a[0], shared, lane * 4 + half * 128, v.x, v.y);
+            decode(a[1], shared, lane * 4 + half * 128, v.z, v.w);
+#pragma unroll
+            for (int high = 0; high < 2; ++high) {
+                const int row = half * 64 + high * 32 + lane;
+                if (tile * ROWS + row >= work.rows) continue;
+                store_eight(out + ((u64)blockIdx.x * ROWS + row) * work.in_features, unit * UNIT_INPUTS, work.in_features,
+                            make_uint4(a[0][high], a[0][high + 2], a[1][high], a[1][high + 2]));
+            }
+        }
+    }
+}
+
+#define DENSE(NAME, BF16)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+    NAME(const u8* codes, const u32* tables, int first, u16* out, WORK_PARAMETERS) {                                 \
+        dense<BF16>(codes, tables, first, out, WORK);                                                                \
+    }
+DENSE(codebook8_dense_f16, false)
+DENSE(codebook8_dense_bf16, true)

@@ -15,6 +15,20 @@ typedef unsigned long long u64;
 // What a kernel writes; the Python side passes the number.
 enum Output { OUT_FLOAT16 = 0, OUT_BFLOAT16 = 1, OUT_FLOAT32 = 2 };
 
+// A kernel may start while the one before it still runs, and load weights: nothing that a kernel writes is read or
+// written before wait_for_inputs(), which returns when everything before is done (programmatic dependent launch).
+DEVICE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+DEVICE void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 DEVICE float half_to_float(u16 bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
@@ -68,6 +82,18 @@ DEVICE void store_run(void* out, int kind, u64 index, const float (&v)[16]) {
     to[1] = make_uint4(w[4], w[5], w[6], w[7]);
 }
 
+// Eight halves to a row of `length`; what is beyond its end is dropped.
+DEVICE void store_eight(u16* row, int k, int length, uint4 v) {
+    if (length % 8 == 0) {
+        if (k < length) *(uint4*)(row + k) = v;
+        return;
+    }
+    const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        if (k + j < length) row[k + j] = (u16)(w[j / 2] >> j % 2 * 16);
+}
+
 // Weights are read once: they pass L1 by, and L2 fetches whole 128-byte lines.
 DEVICE uint4 load_once(const void* at) {
     uint4 v;
@@ -109,21 +135,22 @@ DEVICE void multiply_bytes(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
                  : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Eight activations of one token from `k` on, as four words; zero where they are not wanted or beyond in_features.
-// `aligned`: rows begin at multiples of 16 bytes and in_features is a multiple of 8.
-DEVICE uint4 load_inputs(const u16* token, int k, int in_features, bool aligned, bool wanted) {
-    uint4 v = make_uint4(0, 0, 0, 0);
+// COUNT activations of one token from `k` on, a multiple of 8, as words. `aligned`: they are all there, and rows begin at
+// multiples of 16 bytes; otherwise inputs at in_features and beyond are zero.
+template <int COUNT>
+DEVICE void load_inputs(u32 (&words)[COUNT / 2], const u16* token, int k, int in_features, bool aligned) {
     if (aligned) {
-        if (wanted && k < in_features) v = *(const uint4*)(token + k);
-        return v;
-    }
-    if (!wanted) return v;
-    u32 w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        u32 low = k + 2 * i < in_features ? token[k + 2 * i] : 0;
-        u32 high = k + 2 * i + 1 < in_features ? token[k + 2 * i + 1] : 0;
-        w[i] = low | high << 16;
+        for (int i = 0; i < COUNT / 8; ++i) {
+            const uint4 v = ((const uint4*)(token + k))[i];
+            words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+        }
+        return;
     }
-    return make_uint4(w[0], w[1], w[2], w[3]);
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        const u32 low = k + 2 * i < in_features ? token[k + 2 * i] : 0;
+        const u32 high = k + 2 * i + 1 < in_features ? token[k + 2 * i + 1] : 0;
+        words[i] = low | high << 16;
+    }
 }

@@ -1,7 +1,7 @@
 """Linear layers on the card: ``y = x W^T`` from weights exactly as a planes file stores them.
 
-:func:`cuda_linear` uploads the bytes of a planes tensor and returns a :class:`CudaLinear`. Its ``multiply`` takes 1 to 16
-tokens to the matrix-vector kernels; each launch writes every element of the result and gives the same bits every time.
+:func:`cuda_linear` uploads the bytes of a planes tensor and returns a :class:`CudaLinear`. Its ``multiply`` takes 1 to
+16 tokens to the matrix-vector kernels; each launch writes every element of the result, the same bits every time.
 Float16 and bfloat16 are said by the dtype of ``x`` and ``out``: NumPy has no bfloat16, so ``uint16`` means its bits.
 """
 
@@ -32,7 +32,7 @@ _KINDS = {"float16": 0, "uint16": 1, "bfloat16": 1, "float32": 2}
 _ACTIVATIONS = {"float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
 
 
-def out_kind(array: Any) -> np.int32:
+def out_kind(array: Any) -> int:
     """The number by which kernels know the dtype of their output.
 
     Raises
@@ -42,7 +42,7 @@ def out_kind(array: Any) -> np.int32:
     """
     if array.dtype.name not in _KINDS:
         raise ValueError(f"{array.dtype} cannot be written; float16, uint16 (bfloat16 bits) and float32 can")
-    return np.int32(_KINDS[array.dtype.name])
+    return _KINDS[array.dtype.name]
 
 
 class Launch(NamedTuple):
@@ -52,8 +52,9 @@ class Launch(NamedTuple):
     grid: tuple[int]
     threads: int
     shared: int
-    steps: np.int32
-    step_units: np.int32
+    share: int
+    extra: int
+    step_units: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class CudaLinear(ABC):
     layout: ClassVar[str]
     tile: ClassVar[tuple[int, int]]
     """Rows of a tile, and inputs of a unit."""
+    whole_inputs: ClassVar[int] = 8
+    """Where rows are multiples of so many inputs, activations are loaded 16 bytes at a time."""
     family: ClassVar[str]
     """What the names of its kernels begin with."""
     buckets: ClassVar[tuple[int, ...]]
@@ -190,9 +193,9 @@ class CudaLinear(ABC):
         tokens = x.shape[0]
         bucket = next(b for b in self.buckets if tokens <= b)
         launch = self._launch(_ACTIVATIONS[x.dtype.name], bucket)
-        aligned = x.data.ptr % 16 == 0 and self.in_features % 8 == 0
+        aligned = x.data.ptr % 16 == 0 and self.in_features % self.whole_inputs == 0
         arguments = (*self.pointers(), x, out, *self._common(launch, tokens, out, aligned))
-        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream)
+        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream, early=True)
 
     def _multiply_many(self, x: Any, out: Any, stream: Any) -> None:
         for first in range(0, x.shape[0], MOST_TOKENS):
@@ -201,11 +204,11 @@ class CudaLinear(ABC):
     def _common(self, launch: Launch, tokens: int, out: Any, aligned: bool) -> tuple[Any, ...]:
         """Workspace, and the fields of ``Work``."""
         work = self._work(tokens, out_kind(out), aligned)
-        return (self.workspace.partial, self.workspace.arrived, launch.steps, launch.step_units, *work)
+        shares = launch.share, launch.extra, launch.step_units
+        return (self.workspace.partial, self.workspace.arrived, *shares, *work)
 
-    def _work(self, tokens: int, kind: np.int32, aligned: bool) -> tuple[Any, ...]:
-        numbers = (self.per_tile, self.rows, self.in_features, tokens, kind, aligned)
-        return tuple(np.int32(n) for n in numbers)
+    def _work(self, tokens: int, kind: int, aligned: bool) -> tuple[Any, ...]:
+        return (self.per_tile, self.rows, self.in_features, tokens, kind, aligned)
 
     def _launch(self, activations: str, bucket: int) -> Launch:
         found = self._launches.get((activations, bucket))
@@ -224,11 +227,9 @@ class CudaLinear(ABC):
         units = self.row_tiles * self.per_tile
         step = self.per_tile // tuning.coarse if tuning.coarse and self.per_tile % tuning.coarse == 0 else 1
         blocks = min(device.processors * resident, units // step)
-        while units // step * blocks >= 1 << 32:  # what 32 bits can say, see Work
-            step = self.per_tile
-            blocks = min(blocks, units // step)
         self.workspace.reserve_partial(blocks * 2 * self.tile[0] * bucket)
-        return Launch(kernel, (blocks,), tuning.threads, shared, np.int32(units // step), np.int32(step))
+        share, extra = divmod(units // step, blocks)
+        return Launch(kernel, (blocks,), tuning.threads, shared, share, extra, step)
 
     def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
         """Rows of the matrix, decoded: an embedding look-up.
@@ -247,14 +248,13 @@ class CudaLinear(ABC):
         threads = count * self.row_threads
         arguments = (
             *self.pointers(),
-            np.uintp(0) if ids is None else ids,
-            np.int32(count),
+            ids,
+            count,
             out,
-            np.int32(0),
-            np.int32(0),
+            *(0, 0, 0),
             *self._work(0, out_kind(out), False),
         )
-        kernel.launch((max(1, -(-threads // 256)),), 256, arguments, 0, stream)
+        kernel.launch((max(1, -(-threads // 256)),), 256, arguments, 0, stream, early=True)
         return out
 
     @property
@@ -270,10 +270,11 @@ class Codebook4Linear(CudaLinear):
     tile = (64, 16)
     buckets = (2, 4, 8, 16)
     family = source = "codebook4"
+    whole_inputs = 16
     tuning: Mapping[int, Tuning] = {
         2: Tuning(512, 2),
         4: Tuning(512, 2),
-        8: Tuning(512, 2),
+        8: Tuning(512, 1),
         16: Tuning(512, 1),
     }
 
@@ -383,8 +384,8 @@ class TernaryLinear(CudaLinear):
             launch = self._launch(activations, 4)
             shared = self.shared(tokens, launch.threads) + self._activation_bytes(tokens)
             common = self._common(launch, tokens, out, aligned)
-            arguments = (self.data, x, np.uintp(0), np.uintp(0), np.int32(0), out, *common)
-            launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream)
+            arguments = (self.data, x, None, None, 0, out, *common)
+            launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream, early=True)
             return
         slots = -(-tokens // 8) * 8
         codes, groups = self.workspace.activations(slots, self.in_features)
@@ -402,9 +403,11 @@ class TernaryLinear(CudaLinear):
         numbers = (tokens, self.in_features, x.data.ptr % 8 == 0)
         warps = tiles * 128 * (self.in_features // 128)
         quantize = found[f"quantize_tiles_{_ACTIVATIONS[x.dtype.name]}"]
-        quantize.launch((-(-warps // 8),), 256, (x, codes, groups, *map(np.int32, numbers)), 0, stream)
-        arguments = (self.data, codes, groups, out, np.int32(0), np.int32(0), *self._work(tokens, out_kind(out), True))
-        found["ternary_gemm"].launch((tiles, -(-self.rows // 128)), 288, arguments, _GEMM_SHARED, stream)
+        quantize.launch((-(-warps // 8),), 256, (x, codes, groups, *numbers), 0, stream, early=True)
+        arguments = (self.data, codes, groups, out, 0, 0, 0, *self._work(tokens, out_kind(out), True))
+        found["ternary_gemm"].launch(
+            (tiles, -(-self.rows // 128)), 288, arguments, _GEMM_SHARED, stream, early=True
+        )
 
     def quantize(self, x: Any, codes: Any, groups: Any, slots: int, stream: Any = None) -> None:
         """Activations -> 8-bit codes and groups, as ``ternary.cuh`` says.
@@ -422,7 +425,7 @@ class TernaryLinear(CudaLinear):
         kernel = kernels("ternary")[f"quantize_activations_{_ACTIVATIONS[x.dtype.name]}"]
         warps = self.in_features // 128 * slots
         numbers = (x.shape[0], slots, self.in_features, x.data.ptr % 8 == 0)
-        kernel.launch((-(-warps // 4),), 128, (x, codes, groups, *map(np.int32, numbers)), 0, stream)
+        kernel.launch((-(-warps // 4),), 128, (x, codes, groups, *numbers), 0, stream, early=True)
 
     def multiply_quantized(
         self, codes: Any, groups: Any, slots: int, tokens: int, out: Any, stream: Any = None
@@ -431,8 +434,8 @@ class TernaryLinear(CudaLinear):
         bucket = next(b for b in self.buckets if tokens <= b)
         launch = self._launch("q8", bucket)
         common = self._common(launch, tokens, out, True)
-        arguments = (self.data, np.uintp(0), codes, groups, np.int32(slots), out, *common)
-        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream)
+        arguments = (self.data, None, codes, groups, slots, out, *common)
+        launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream, early=True)
 
 
 LAYOUTS: dict[str, type[CudaLinear]] = {

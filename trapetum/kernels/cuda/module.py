@@ -1,13 +1,13 @@
 """CUDA C++ sources of this folder -> kernels of the card at hand, compiled once by NVRTC and kept on disk.
 
 A compiled file is named by a hash of everything that decides its content: the source with its headers, the options,
-the compiler's version, the card's architecture and ``LAYOUT_VERSION``, the names of all weight layouts. Kernels that were
-compiled for another layout are therefore never found again, and a captured graph, which holds kernels and pointers of
-this process only, cannot outlive them.
+the compiler's version, the card's architecture and ``LAYOUT_VERSION``, the names of all weight layouts. Kernels that
+were compiled for another layout are therefore never found again, and a captured graph, which holds kernels and pointers
+of this process only, cannot outlive them.
 
-CuPy is the driver of the card (extras ``trapetum[cuda12]`` and ``trapetum[cuda13]``); it is imported when a kernel is
-first asked for. A launch that the driver refuses raises; so does one that wants more shared memory than a block may have,
-before it is tried.
+CuPy is the way to the card (extras ``trapetum[cuda12]`` and ``trapetum[cuda13]``); it is imported when a kernel is
+first asked for. A launch that the driver refuses raises; so does one that wants more shared memory than a block may
+have, before it is tried.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from trapetum.errors import KernelUnavailable
 from trapetum.formats import planes, tiles
+from trapetum.kernels.cuda import driver
 
 __all__ = [
     "LAYOUT_VERSION",
@@ -53,6 +54,8 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """What can be asked of :func:`kernels`: a file, and the definitions that it is compiled with."""
 MINIMUM = 80
+EARLY = os.environ.get("TRAPETUM_CUDA_EARLY", "1") != "0"
+"""Whether kernels may start before their predecessors end; off for measuring what that is worth."""
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _LOCK = threading.Lock()
@@ -254,19 +257,19 @@ class Kernel:
         """
         if shared + self.static_shared > self._device.shared:
             raise KernelUnavailable(
-                f"{self.name} needs {shared + self.static_shared} bytes of shared memory; a block of {self._device.name} "
-                f"has at most {self._device.shared}"
+                f"{self.name} needs {shared + self.static_shared} bytes of shared memory; a block of "
+                f"{self._device.name} has at most {self._device.shared}"
             )
         if shared > self._raw.max_dynamic_shared_size_bytes:
             self._raw.max_dynamic_shared_size_bytes = shared
 
     def resident(self, threads: int, shared: int) -> int:
         """Blocks of this size that a multiprocessor holds at once."""
-        from cupy_backends.cuda.api import driver
+        from cupy_backends.cuda.api import driver as api
 
         self.reserve(shared)
         pointer = self._raw.kernel.ptr
-        return int(driver.occupancyMaxActiveBlocksPerMultiprocessor(pointer, threads, shared))
+        return int(api.occupancyMaxActiveBlocksPerMultiprocessor(pointer, threads, shared))
 
     def launch(
         self,
@@ -275,13 +278,18 @@ class Kernel:
         arguments: Sequence[Any],
         shared: int = 0,
         stream: Any = None,
+        *,
+        early: bool = False,
     ) -> None:
         """Put the kernel on a stream (the current one by default).
+
+        ``early``: it may start before its predecessors end, because it calls ``wait_for_inputs()`` (``common.cuh``)
+        before it touches anything that a kernel writes.
 
         Raises
         ------
         KernelUnavailable
-            If the launch asks for what the kernel or the card has not.
+            If the launch asks for what the kernel or the card has not, or the driver refuses it.
         """
         if threads > self.max_threads:
             raise KernelUnavailable(
@@ -289,10 +297,9 @@ class Kernel:
             )
         self.reserve(shared)
         if stream is None:
-            self._raw(grid, (threads,), tuple(arguments), shared_mem=shared)
-        else:
-            with stream:
-                self._raw(grid, (threads,), tuple(arguments), shared_mem=shared)
+            stream = import_cupy().cuda.get_current_stream()
+        early = early and EARLY and self._device.capability >= 90
+        driver.launch(self._raw.kernel.ptr, grid, threads, arguments, shared, stream.ptr, early)
 
 
 class Kernels:

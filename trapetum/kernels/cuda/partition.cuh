@@ -8,9 +8,10 @@
 #include "common.cuh"
 
 struct Work {
-    int steps;        // at least one a block; steps * step_units = tiles * per_tile
-    int step_units;   // steps * blocks < 2**32
-    int per_tile;     // a multiple of step_units or a divisor of it
+    int share;        // steps a block takes, at least one ...
+    int extra;        // ... and the first `extra` blocks one more
+    int step_units;   // units of a step; a divisor of per_tile or a multiple of it
+    int per_tile;
     int rows;         // N
     int in_features;  // K
     int tokens;       // M
@@ -20,8 +21,8 @@ struct Work {
 
 // The fields of Work as kernel parameters, and Work of them.
 #define WORK_PARAMETERS                                                                                              \
-    int steps, int step_units, int per_tile, int rows, int in_features, int tokens, int out_kind, int aligned
-#define WORK Work{steps, step_units, per_tile, rows, in_features, tokens, out_kind, aligned}
+    int share, int extra, int step_units, int per_tile, int rows, int in_features, int tokens, int out_kind, int aligned
+#define WORK Work{share, extra, step_units, per_tile, rows, in_features, tokens, out_kind, aligned}
 
 struct Sums {
     float* partial;   // [blocks][2][rows of a tile * tokens]
@@ -29,7 +30,14 @@ struct Sums {
 };
 
 DEVICE int boundary(const Work& work, int block) {
-    return (int)((u32)block * (u32)work.steps / gridDim.x) * work.step_units;
+    return (block * work.share + min(block, work.extra)) * work.step_units;
+}
+
+// The release that a block makes of its sums, and the acquisition of those of others, in one.
+DEVICE u32 arrive(u32* counter) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 // Who adds up: all threads of a block, or one warp.
@@ -61,14 +69,12 @@ DEVICE void settle(const Work& work, const Sums& sums, int tile, int from, int t
     int head = block, tail = block;
     while (boundary(work, head) > begin) --head;
     while (boundary(work, tail + 1) < end) ++tail;
-    __threadfence();
     Team::sync();
-    if (Team::rank() == 0) *flag = atomicAdd(sums.arrived + tile, 1u);
+    if (Team::rank() == 0) *flag = arrive(sums.arrived + tile);
     Team::sync();
     const bool last = *flag == (u32)(tail - head);
     Team::sync();
     if (!last) return;
-    __threadfence();
     for (int i = Team::rank(); i < count; i += Team::size()) {
         float sum = 0.f;
         for (int b = head; b <= tail; ++b)
@@ -81,33 +87,34 @@ DEVICE void settle(const Work& work, const Sums& sums, int tile, int from, int t
 // Ranges of warps: a block that needs no common table gives each warp an equal, contiguous share of its units. A warp
 // keeps the sums of a tile that it has whole, and leaves those of its first and last tile in shared memory, where the
 // warps' sums of a tile are added in order before the block's are settled with other blocks.
-DEVICE int warp_boundary(int first, int last, int warp, int warps) {
-    return first + (int)((long long)(last - first) * warp / warps);
-}
+struct Shares {
+    int first, share, extra;
+
+    DEVICE Shares(int first, int last, int warps)
+        : first(first), share((last - first) / warps), extra((last - first) % warps) {}
+    DEVICE int begin(int warp) const { return first + warp * share + min(warp, extra); }
+};
 
 // After all warps have left their sums: [warp][head, tail][count] in `left`, of tiles that they have not whole.
 template <class Finish>
 DEVICE void settle_warps(const Work& work, const Sums& sums, int first, int last, const float* left, int count,
                          u32* flags, Finish finish) {
     const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    int w = 0;
+    const Shares shares(first, last, warps);
+    int head = 0;
     for (int tile = first / work.per_tile + warp; tile * work.per_tile < last; tile += warps) {
-        const int begin = max(first, tile * work.per_tile), end = min(last, (tile + 1) * work.per_tile);
-        while (warp_boundary(first, last, w + 1, warps) <= begin) ++w;
-        if (begin == tile * work.per_tile && end == begin + work.per_tile && warp_boundary(first, last, w, warps) <= begin &&
-            warp_boundary(first, last, w + 1, warps) >= end)
+        const int top = tile * work.per_tile;
+        const int begin = max(first, top), end = min(last, top + work.per_tile);
+        while (shares.begin(head + 1) <= begin) ++head;
+        if (end - begin == work.per_tile && shares.begin(head) <= begin && shares.begin(head + 1) >= end)
             continue;  // one warp had all of it, and has written it
-        const int from = w;
         settle<WarpTeam>(
             work, sums, tile, begin, end, count, flags + warp,
             [&](int i) {
                 float sum = 0.f;
-                for (int v = from; v < warps; ++v) {
-                    const int start = warp_boundary(first, last, v, warps);
-                    if (start >= end) break;
-                    if (start == warp_boundary(first, last, v + 1, warps)) continue;  // a warp without work
-                    sum += left[(v * 2 + (start <= tile * work.per_tile)) * count + i];
-                }
+                for (int w = head; w < warps && shares.begin(w) < end; ++w)
+                    if (shares.begin(w) < shares.begin(w + 1))  // a warp with work
+                        sum += left[(w * 2 + (shares.begin(w) <= top)) * count + i];
                 return sum;
             },
             [&](int i, float sum) { finish(tile, i, sum); });

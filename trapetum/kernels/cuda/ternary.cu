@@ -33,6 +33,8 @@ DEVICE void quantize_all(const u16* x, u8* codes, Group* groups, int tokens, int
 #define QUANTIZE(NAME, BF16)                                                                                         \
     extern "C" __global__ void NAME(const u16* x, u8* codes, Group* groups, int tokens, int slots, int in_features,  \
                                     int aligned) {                                                                   \
+        let_next_start();                                                                                            \
+        wait_for_inputs();                                                                                           \
         quantize_all<BF16>(x, codes, groups, tokens, slots, in_features, aligned,                                    \
                            blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), gridDim.x * (blockDim.x >> 5));      \
     }
@@ -117,7 +119,9 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     const int g = lane >> 2, t = lane & 3;
     const int count = ROWS * work.tokens;
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
-    const int begin = warp_boundary(first, last, warp, warps), end = warp_boundary(first, last, warp + 1, warps);
+    const Shares shares(first, last, warps);
+    const int begin = shares.begin(warp), end = shares.begin(warp + 1);
+    let_next_start();
     float* all_left = (float*)shared;
     float* left = all_left + warp * 2 * count;
 
@@ -130,6 +134,7 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     for (int i = 0; i < AHEAD; ++i)
         if (begin + i < end) cursor.next(coming[i], planes, work);
 
+    wait_for_inputs();
     if (FUSED) {
         u8* own = shared + warps * 2 * count * 4;
         Group* own_groups = (Group*)(own + work.tokens * work.in_features);
@@ -224,7 +229,7 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
 }
 
 #define GEMV(NAME, FUSED, BF16, SPLIT, TILES, ODD)                                                                    \
-    extern "C" __global__ void __launch_bounds__(384, 2)                                                              \
+    extern "C" __global__ void __launch_bounds__(384, TILES > 1 ? 1 : 2)                                              \
     NAME(const u8* planes, const u16* x, const u8* codes, const Group* groups, int slots, void* y, float* partial,    \
          u32* arrived, WORK_PARAMETERS) {                                                                                   \
         gemv<FUSED, BF16, SPLIT, TILES, ODD>(planes, x, codes, groups, slots, y, Sums{partial, arrived}, WORK);       \
@@ -241,6 +246,8 @@ GEMVS(true, _odd)
 // Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 16 inputs of a row.
 extern "C" __global__ void ternary_rows(const u8* planes, const int* ids, int count, void* out, WORK_PARAMETERS) {
     const Work work = WORK;
+    let_next_start();
+    wait_for_inputs();
     const u64 thread = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     const int words = work.in_features / 16;
     const int i = (int)(thread / words), word = (int)(thread % words);

@@ -20,6 +20,8 @@ DEVICE void quantize_tiles(const u16* x, u8* codes, Group* groups, int tokens, i
     const int per_token = in_features / TILE, lane = threadIdx.x & 31;
     const int all = (tokens + TILE - 1) / TILE * TILE * per_token;
     const int i = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+    let_next_start();
+    wait_for_inputs();
     if (i >= all) return;
     const int token = i / per_token, group = i % per_token;
     const u64 row = ((u64)(token / TILE) * per_token + group) * TILE + token % TILE;
@@ -120,9 +122,11 @@ ternary_gemm(const u8* planes, const u8* codes, const Group* groups, void* y, WO
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    let_next_start();
 
     if (warp == 8) {
         if (lane == 0) {
+            wait_for_inputs();
             const u64 tiles = (u64)blockIdx.x * count * TILE;
             for (int i = 0; i < count; ++i) {
                 const int stage = i % STAGES;
