@@ -121,6 +121,11 @@ class DirectCbk:
                 "a streamed download is made into an artifact; it cannot go straight to a .cbk",
                 hint="Leave --stream-download or --drop-artifact out.",
             )
+        if job.calibration is not None and job.calibration.sequential:
+            raise RecipeError(
+                "sequential calibration makes an artifact layer after layer; it cannot go straight to a .cbk",
+                hint="Leave --sequential or --drop-artifact out.",
+            )
         started = time.monotonic()
         existed = job.folder.exists()
         work = job.folder / WORK_FOLDER / MODEL_FILE

@@ -10,10 +10,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import trapetum
 import trapetum.export.direct as direct
-from trapetum.errors import OutputError, UnsupportedModelError
+from trapetum.cli.app import app
+from trapetum.errors import CheckpointError, OutputError, UnsupportedModelError
 from trapetum.export import export_artifact
 from trapetum.export.direct import DirectCbk
 from trapetum.formats.cbk_layouts import CBK_LAYOUTS
@@ -200,6 +202,55 @@ def test_dry_run_says_the_exact_size(model, two_steps, tmp_path):
     assert report.nbytes == len(two_steps[0]["model.cbk"])
     assert report.out == tmp_path / "work-cbk"
     assert list(tmp_path.iterdir()) == []
+
+
+R1 = {
+    **CONFIG,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 163840,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+@pytest.mark.slow
+def test_a_config_alone_says_the_size_of_deepseek_r1(tmp_path):
+    """The published file has 350,873,098,456 bytes."""
+    (tmp_path / "r1").mkdir()
+    (tmp_path / "r1/config.json").write_text(json.dumps(R1))
+    for options in (["--drop-artifact"], []):
+        words = ["quantize", str(tmp_path / "r1"), "-o", str(tmp_path / "a"), "--dry-run", "--export", "cbk"]
+        result = CliRunner().invoke(app, [*words, *options, "--json"])
+        assert result.exit_code == 0, result.stderr
+        said = json.loads(result.stdout)
+        assert said["export"]["size"] == 350_873_098_456
+        assert said["export"]["path"] == str(tmp_path / "a-cbk")
+        assert (said["bytes"] == 350_873_098_456) == bool(options)
+    with pytest.raises(CheckpointError, match="no model"):
+        trapetum.quantize_model(tmp_path / "r1", tmp_path / "a", bits=4)
+    assert [p.name for p in tmp_path.iterdir()] == ["r1"]
 
 
 def test_calibrated_codes_are_the_same(model, tmp_path):
