@@ -284,7 +284,7 @@ class GgufSource:
         heads, shape = int(self.config[key]), self._where[name][1].shape
         if not shape or heads < 1 or shape[0] % (2 * heads):
             raise FormatError(
-                f"{self.path}: tensor {shown(name)} has shape {list(shape)}, which {heads} heads of even length do not fill"
+                f"{self.path}: tensor {shown(name)} has shape {list(shape)}, which is not {heads} heads of even length"
             )
         return heads
 

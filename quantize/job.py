@@ -37,6 +37,7 @@ from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
 from trapetum.formats.parts import Part
 from trapetum.hub import resolve_model
 from trapetum.hub_stream import HubStream, open_stream
+from trapetum.models.residual import RotatedCheckpoint
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.budget import allocate, budgeted
@@ -49,7 +50,7 @@ from trapetum.quantize.journal import Journal, RunLog
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
 from trapetum.quantize.report import Report
-from trapetum.quantize.routes import check_routes, check_stream
+from trapetum.quantize.routes import check_routes, check_stream, job_calibration
 from trapetum.quantize.schemes import scheme_from_spec
 from trapetum.quantize.share import Share
 from trapetum.quantize.statistics import Calibration, Statistics
@@ -86,6 +87,7 @@ def quantize_model(
     fallback: bool = True,
     target_bpw: float | None = None,
     candidates: Sequence[str] | None = None,
+    rotate: str | None = None,
     revision: str | None = None,
     token: str | None = None,
     overwrite: bool = False,
@@ -113,7 +115,7 @@ def quantize_model(
         A folder (or one ``.safetensors`` or ``.gguf`` file), or a Hub id.
     out : str or Path, optional
         The artifact folder; ``NAME-trapetum-RECIPE`` in the current folder by default.
-    bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback, target_bpw, candidates
+    bits, scheme, recipe, effort, seed, levels, group_size, hadamard, fallback, target_bpw, candidates, rotate
         See ``resolve_recipe``; 4 bits by default.
     threads : int, optional
         Worker threads; all usable CPUs by default. The bytes do not depend on it.
@@ -171,7 +173,7 @@ def quantize_model(
     if share is not None and share.count == 1:  # the whole
         share = None
     check_routes(share, workers, scheduler, resume)
-    calibration = _calibration(calibrate, calib_tokens, imatrix, sequential)
+    calibration = job_calibration(calibrate, calib_tokens, imatrix, sequential)
     if calibration is not None and (share is not None or workers is not None or scheduler is not None):
         raise RecipeError(
             "a job with calibration or an importance file is not spread over processes",
@@ -191,7 +193,14 @@ def quantize_model(
         fallback=fallback,
         target_bpw=target_bpw,
         candidates=candidates,
+        rotate=rotate,
     )
+    if resolved.rotate is not None and (imatrix is not None or stream_download):
+        raise RecipeError(
+            "rotate residual goes with neither an importance file, which knows the inputs before the rotation, nor a "
+            "streamed download",
+            hint="Use --calibrate, which runs the rotated model." if imatrix is not None else None,
+        )
     with contextlib.ExitStack() as stack:
         stream = None
         if stream_download:
@@ -251,20 +260,6 @@ def quantize_model(
 
             job.press = Cluster(scheduler, workers).press
         return job.run(resume=resume, overwrite=overwrite)
-
-
-def _calibration(
-    calibrate: str | Path | None, tokens: int | None, imatrix: str | Path | None, sequential: bool
-) -> Calibration | None:
-    if calibrate is not None and imatrix is not None:
-        raise RecipeError("calibrate and imatrix exclude each other: each says what is known of the inputs")
-    if tokens is not None and (calibrate is None or tokens < 1):
-        raise RecipeError(f"calib_tokens is {tokens}; it takes a positive number, and goes with calibrate")
-    if sequential and calibrate is None:
-        raise RecipeError("sequential goes with calibrate: it says how the text is used")
-    if calibrate is not None:
-        return Calibration(Path(calibrate), tokens or TOKENS, sequential)
-    return None if imatrix is None else Calibration(Path(imatrix))
 
 
 def _finished(folder: Path) -> OutputError:
@@ -385,8 +380,9 @@ class Job:
         if self.calibration is None or (self.calibration.sequential and aloud):  # stages bring their own
             yield
             return
+        source = self.plan.source
         found = self.calibration.statistics(
-            self.plan.source.path,
+            source if isinstance(source, RotatedCheckpoint) else source.path,
             self.folder / WORK_FOLDER,
             self.budget.threads,
             self.progress,

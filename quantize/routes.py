@@ -1,4 +1,4 @@
-"""Where the work of a job is done, and which of these choices exclude each other."""
+"""What a job is asked for: where its work is done, what is known of its inputs, which choices exclude each other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 from trapetum.errors import RecipeError
 from trapetum.quantize.share import Share
+from trapetum.quantize.statistics import Calibration
+from trapetum.runtime.calibrate import TOKENS
 
-__all__ = ["check_routes", "check_stream"]
+__all__ = ["check_routes", "check_stream", "job_calibration"]
 
 
 def check_routes(share: Share | None, workers: int | None, scheduler: str | None, resume: bool) -> None:
@@ -46,3 +48,24 @@ def check_stream(
         )
     if Path(model).exists():
         raise RecipeError(f"{model}: is here already; stream_download is for models of the Hub")
+
+
+def job_calibration(
+    calibrate: str | Path | None, tokens: int | None, imatrix: str | Path | None, sequential: bool
+) -> Calibration | None:
+    """What is known of the inputs; None if nothing is.
+
+    Raises
+    ------
+    RecipeError
+        If the choices exclude each other.
+    """
+    if calibrate is not None and imatrix is not None:
+        raise RecipeError("calibrate and imatrix exclude each other: each says what is known of the inputs")
+    if tokens is not None and (calibrate is None or tokens < 1):
+        raise RecipeError(f"calib_tokens is {tokens}; it takes a positive number, and goes with calibrate")
+    if sequential and calibrate is None:
+        raise RecipeError("sequential goes with calibrate: it says how the text is used")
+    if calibrate is not None:
+        return Calibration(Path(calibrate), tokens or TOKENS, sequential)
+    return None if imatrix is None else Calibration(Path(imatrix))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from trapetum.batch import read_jobs, run_batch
+from trapetum.batch import BatchJob, read_jobs, run_batch
 from trapetum.cli.app import app
 from trapetum.errors import RecipeError
+from trapetum.quantize.job import quantize_model
 
 JOB = '[[jobs]]\nmodel = "m"\nout = "o"\n'
 
@@ -63,6 +65,40 @@ def test_a_finished_artifact_of_other_settings_is_no_success(jobs: Path, tmp_pat
     replaced = run_batch([other.model_copy(update={"overwrite": True})])
     assert [o.status for o in replaced] == ["done"]
     assert first.out == str(tmp_path / "made" / "a")
+
+
+def test_every_option_of_quantize_is_a_key() -> None:
+    """But those that mean one run of one process, and the token, which does not belong into a file."""
+    options = set(inspect.signature(quantize_model).parameters)
+    alone = {"token", "dry_run", "part", "route", "progress"}
+    assert set(BatchJob.model_fields) - {"export"} == options - alone
+
+
+def test_options_reach_the_job_and_count_for_what_is_done(
+    tmp_path: Path, demo_model: Path, demo_text: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(demo_text.read_text(encoding="utf-8")[:6000], encoding="utf-8")
+    path = tmp_path / "jobs.toml"
+    lines = [
+        *("[[jobs]]", f"model = {json.dumps(str(demo_model))}", "out = 'a'", 'effort = "fast"'),
+        *('calibrate = "text.txt"', "calib_tokens = 512"),
+        *(
+            "[[jobs]]",
+            f"model = {json.dumps(str(demo_model))}",
+            "out = 'b'",
+            'effort = "fast"',
+            "target_bpw = 3.6",
+        ),
+    ]
+    path.write_text("\n".join(lines))
+    assert [o.status for o in run_batch(read_jobs(path))] == ["done", "done"]
+    manifest = json.loads((tmp_path / "a" / "trapetum.json").read_bytes())
+    assert manifest["calibration"]["tokens"] == 512
+    assert [o.status for o in run_batch(read_jobs(path))] == ["was done", "was done"]
+    path.write_text("\n".join(lines).replace("512", "640").replace("3.6", "3.7"))
+    outcomes = run_batch(read_jobs(path))
+    assert [o.status for o in outcomes] == ["failed", "failed"]
+    assert all("already holds a finished artifact" in str(o.error) for o in outcomes)
 
 
 @pytest.mark.parametrize(

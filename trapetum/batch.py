@@ -52,8 +52,16 @@ class BatchJob(BaseModel):
     group_size: int | None = None
     hadamard: bool = False
     fallback: bool = True
+    target_bpw: float | None = Field(default=None, gt=0)
+    candidates: tuple[str, ...] | None = None
+    calibrate: str | None = None
+    calib_tokens: int | None = Field(default=None, ge=1)
+    sequential: bool = False
+    imatrix: str | None = None
     revision: str | None = None
+    stream_download: bool = False
     overwrite: bool = False
+    resume: bool = True
     any_architecture: bool = False
     max_shard_size: int = Field(default=5_000_000_000, ge=1)
     workers: int | None = Field(default=None, ge=1)
@@ -62,7 +70,11 @@ class BatchJob(BaseModel):
     export: tuple[str, ...] = ()
 
 
-_RECIPE_OPTIONS = ("bits", "scheme", "effort", "seed", "levels", "group_size", "hadamard", "fallback")
+_RECIPE_OPTIONS = (
+    *("bits", "scheme", "effort", "seed", "levels", "group_size", "hadamard", "fallback"),
+    *("target_bpw", "candidates"),
+)
+_PATHS = ("model", "recipe", "calibrate", "imatrix")
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ def _fault(error: Exception) -> str:
 def _located(job: BatchJob, base: Path) -> BatchJob:
     """Paths of the file, made absolute; what is no path there stays a Hub id or the name of a recipe."""
     changes = {"out": str(base / job.out)}
-    for key in ("model", "recipe"):
+    for key in _PATHS:
         value = getattr(job, key)
         if value is not None and (base / value).exists():
             changes[key] = str(base / value)
@@ -224,8 +236,9 @@ def _run(job: BatchJob, token: str | None, progress: Progress, started: float) -
 
 
 def _is_done(job: BatchJob) -> bool:
-    """Whether ``out`` is the finished artifact of this job, by its recipe and its source's name."""
+    """Whether ``out`` is the finished artifact of this job, by its recipe, its calibration and its source's name."""
     from trapetum.quantize.recipe import resolve_recipe
+    from trapetum.quantize.routes import job_calibration
 
     out = Path(job.out)
     state = output_state(out)
@@ -235,4 +248,9 @@ def _is_done(job: BatchJob) -> bool:
     source = manifest["source"]
     known = source.get("repo") == job.model or source.get("name") == Path(job.model).resolve().name
     recipe = resolve_recipe(job.recipe, **{k: getattr(job, k) for k in _RECIPE_OPTIONS})
-    return known and bool(manifest["recipe"] == recipe.resolved())
+    wanted, found = recipe.resolved(), manifest["recipe"]
+    if recipe.target_bpw is not None:  # what the budget was spent on stands in the rules
+        wanted, found = ({k: v for k, v in r.items() if k != "rules"} for r in (wanted, found))
+    calibration = job_calibration(job.calibrate, job.calib_tokens, job.imatrix, job.sequential)
+    same = manifest.get("calibration") == (None if calibration is None else calibration.identity())
+    return known and same and bool(wanted == found)

@@ -83,7 +83,7 @@ class Tokenizer:
         """
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except Exception as error:  # the library raises plain Exception, as for an unknown token that is not there
+        except Exception as error:  # what the library raises, as for an unknown token that it does not have
             raise CheckpointError(f"{self.path}: does not encode a text: {error}") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
