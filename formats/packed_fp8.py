@@ -15,9 +15,10 @@ one element, of any shape              the tensor
 =====================================  =================================================================================
 
 Scales of activations (``input_scale``) belong to no weight and are left out. A product has up to 28 significant bits;
-it is rounded once to float32, as torch does. Where all scales of a tensor have at most four significant bits (powers of
-two, for one) every weight is exact in bfloat16, and that is the tensor's dtype; it is float32 elsewhere. Codes 0x7F and
-0xFF are NaN, which a job refuses by name as it does in any checkpoint.
+it is rounded once to float32, as torch does. Where scales are powers of two by their type (``F8_E8M0``) or by
+``quantization_config.scale_fmt`` (``ue8m0``), every weight is exact in bfloat16, and that is the tensor's dtype; it is
+float32 elsewhere. Opening reads no weights and no scales. Codes 0x7F and 0xFF are NaN, which a job refuses by name as
+it does in any checkpoint.
 
 Source: transformers 5 integrations/finegrained_fp8.py; compressed-tensors ``float-quantized``.
 """
@@ -48,8 +49,7 @@ _BLOCK = (128, 128)
 _SCALES = ("_scale_inv", "_scale")
 _ACTIVATIONS = (".input_scale", ".input_scale_inv", ".input_activation_scale", ".activation_scale")
 _PLAIN_FORMATS = ("float-quantized", "naive-quantized")
-# A scale whose explicit mantissa bits below the upper three are zero, times at most four bits, fits bfloat16's eight.
-_FINE_BITS = np.uint32(0x000FFFFF)
+_MANTISSA = np.uint32(0x007FFFFF)
 _SAFE = (2.0**-100, 2.0**100)  # no product leaves bfloat16's normal range
 
 
@@ -59,9 +59,8 @@ class Fp8Checkpoint(PackedCheckpoint):
     _format = "fp8"
 
     def __init__(self, inner: Checkpoint) -> None:
-        self._block = _checked_settings(inner)
+        self._block, self._powers = _checked_settings(inner)
         self._stored = set(inner.names())
-        self._dtypes: dict[str, np.dtype[Any]] = {}
         super().__init__(inner)
         exact = sum(self.dtype(name) == _BFLOAT16 for name in self._packed)
         self.notes.append(
@@ -73,12 +72,8 @@ class Fp8Checkpoint(PackedCheckpoint):
         """Stored dtype; of a packed tensor bfloat16 where that holds every weight exactly, else float32."""
         if name not in self._packed:
             return super().dtype(name)
-        if name not in self._dtypes:
-            scales = np.abs(self._grid(name))
-            coarse = not (scales.view(np.uint32) & _FINE_BITS).any()
-            within = (scales == 0) | ((scales >= _SAFE[0]) & (scales <= _SAFE[1]))
-            self._dtypes[name] = _BFLOAT16 if coarse and within.all() else np.dtype(np.float32)
-        return self._dtypes[name]
+        powers = self._powers or self.inner.dtype(self._scales(name)[0]).name == "float8_e8m0fnu"
+        return _BFLOAT16 if powers else np.dtype(np.float32)
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop mapped pages of these rows: codes lie as the weights do."""
@@ -134,6 +129,10 @@ class Fp8Checkpoint(PackedCheckpoint):
         scales = self.inner.load(self._scales(name)[0]).dequantize()
         if not np.isfinite(scales).all():
             raise self._bad(name, "has a scale that is not finite")
+        if self.dtype(name) == _BFLOAT16:
+            within = (np.abs(scales) >= _SAFE[0]) & (np.abs(scales) <= _SAFE[1])
+            if (scales.view(np.uint32) & _MANTISSA).any() or not within.all():
+                raise self._bad(name, "has a scale that is no power of two, as scale_fmt ue8m0 promises")
         return scales.reshape(self._grid_shape(name, scales.shape))
 
     def _grid_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -161,8 +160,8 @@ class Fp8Checkpoint(PackedCheckpoint):
         return max(height, 1), max(columns if wide == 1 else self._block[1], 1)
 
 
-def _checked_settings(inner: Checkpoint) -> tuple[int, int]:
-    """The block of the config; refuses what only looks like plain fp8."""
+def _checked_settings(inner: Checkpoint) -> tuple[tuple[int, int], bool]:
+    """The block of the config, and whether scales are powers of two; refuses what only looks like plain fp8."""
     found = inner.config.get("quantization_config") or inner.config.get("compression_config")
     settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
     method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else "fp8")
@@ -188,7 +187,7 @@ def _checked_settings(inner: Checkpoint) -> tuple[int, int]:
         raise CheckpointError(
             f"{inner.path}: config.json: weight_block_size is {block!r}; two positive integers are expected"
         )
-    return block[0], block[1]
+    return (block[0], block[1]), settings.get("scale_fmt") == "ue8m0"
 
 
 def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
