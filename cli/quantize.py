@@ -121,6 +121,15 @@ def quantize(
         bool,
         typer.Option("--hadamard", help="Ternary: rotate the weights (and at run time the activations)."),
     ] = False,
+    rotate: Annotated[
+        str | None,
+        option(
+            "--rotate",
+            parse=choice("residual"),
+            metavar="residual",
+            help="Turn the whole model into a basis without outliers first; any engine runs the result.",
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option("--recipe", metavar="NAME|FILE", help="A recipe of `trapetum recipes`, or a TOML file."),
@@ -262,6 +271,7 @@ def quantize(
         hadamard=hadamard,
         fallback=not no_fallback,
         target_bpw=target_bpw,
+        rotate=rotate,
         candidates=None if candidates is None else [c.strip() for c in candidates.split(",")],
         recipe=recipe,
         effort=effort,

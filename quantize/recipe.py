@@ -10,6 +10,7 @@
     levels = 3                      # of scheme ternary: 3 | 4
     group_size = 128                # of scheme ternary: 128 | 64
     hadamard = false                # fold a rotation into ternary weights
+    rotate = "residual"             # optional: the whole model in another basis first (models.residual)
     target_bpw = 4.0                # optional: a budget; rules without bits and scheme are then open (quantize.budget)
     candidates = ["kmeans"]         # optional: schemes that open tensors may take
     tie = ["gate_up", "experts"]    # what of a layer takes one scheme under a budget; also "qkv"
@@ -76,6 +77,7 @@ __all__ = [
     "resolve_recipe",
 ]
 
+Rotate = Literal["residual"]
 Tie = Literal["qkv", "gate_up", "experts"]
 Kind = Literal[
     "embed", "q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up", "head", "norm", "bias", "router",
@@ -220,6 +222,7 @@ class Recipe(BaseModel):
     levels: int = 3
     group_size: int = 128
     hadamard: bool = False
+    rotate: Rotate | None = None
     target_bpw: float | None = Field(default=None, gt=0, le=16, strict=False)
     candidates: tuple[str, ...] | None = Field(default=None, min_length=1, strict=False)
     tie: tuple[Tie, ...] = Field(default=("gate_up", "experts"), strict=False)
@@ -284,6 +287,7 @@ class Recipe(BaseModel):
             "hadamard": self.hadamard,
             "fallback": None if self.fallback is None else list(self.fallback),
             "seed": self.seed,
+            **({} if self.rotate is None else {"rotate": self.rotate}),
             **({} if self.target_bpw is None else self._budget()),
             "rules": [r.model_dump(exclude_defaults=True) for r in self.rules],
         }
@@ -365,6 +369,7 @@ def resolve_recipe(
     fallback: bool = True,
     target_bpw: float | None = None,
     candidates: Sequence[str] | None = None,
+    rotate: str | None = None,
 ) -> Recipe:
     """Merge a recipe with the options of a call and append the default rules.
 
@@ -375,7 +380,7 @@ def resolve_recipe(
     bits : float, optional
         Replaces the recipe's top-level ``bits``; 4 when there is no recipe either (2 for scheme additive). 1.58 means
         scheme ternary, 2 without a scheme means additive, and another fraction is a ``target_bpw``.
-    scheme, effort, seed, levels, group_size, hadamard
+    scheme, effort, seed, levels, group_size, hadamard, rotate
         Replace the recipe's; ``"default"``, 0, None and False leave them as they are.
     fallback : bool
         False refuses tensors that do not fit their scheme, whatever the recipe says.
@@ -414,6 +419,7 @@ def resolve_recipe(
         "group_size": group_size,
         "seed": seed or None,
         "target_bpw": target_bpw,
+        "rotate": rotate,
         "candidates": None if candidates is None else tuple(candidates),
     }
     changes: dict[str, Any] = {k: v for k, v in wanted.items() if v is not None}
@@ -435,6 +441,8 @@ def resolve_recipe(
         except RecipeError as e:
             where = f"rules[{i}]" if i < len(base.rules) else "recipe"
             raise RecipeError(f"{where}: {e.message}", hint=e.hint) from e
+    if result.hadamard and result.rotate:
+        raise RecipeError("hadamard and rotate exclude each other: a layer would be turned twice")
     _check_ternary_options(levels, group_size, result.hadamard, schemes)
     return result
 
@@ -527,7 +535,8 @@ def _fault(
             hint=f"Did you mean {near[0]!r}?" if near else None,
         )
     if kind == "literal_error":
-        allowed = list(get_args(Kind if "role" in loc else Effort))
+        words = {"role": Kind, "tie": Tie, "rotate": Rotate}
+        allowed = list(get_args(next((v for k, v in words.items() if k in loc), Effort)))
         return RecipeError(f"{origin}{path}: {found!r} is not allowed; allowed: {', '.join(allowed)}")
     text = str((ctx or {}).get("error", message))
     if kind != "value_error":

@@ -6,6 +6,7 @@ used ones are kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from trapetum.rotation import HadamardRotation
 from trapetum.tensors import matrix_shape
 
 if TYPE_CHECKING:
+    from trapetum.formats.source import TensorSource
     from trapetum.progress import Progress
     from trapetum.quantize.plan import PlanRow
 
@@ -191,7 +193,12 @@ class Calibration:
         return found | ({"sequential": True} if self.sequential else {})
 
     def statistics(
-        self, model: Path, work: Path, threads: int, progress: Progress, rotation: HadamardRotation | None
+        self,
+        model: Path | TensorSource,
+        work: Path,
+        threads: int,
+        progress: Progress,
+        rotation: HadamardRotation | None,
     ) -> Statistics:
         """The statistics; of a text they are collected in the folder ``work``, where a later run finds them.
 
@@ -211,13 +218,14 @@ class Calibration:
 
 
 def collect_moments(
-    model: Path, text: Path, out: Path, *, tokens: int, threads: int | None = None, progress: Progress
+    model: Path | TensorSource, text: Path, out: Path, *, tokens: int, threads: int | None = None, progress: Progress
 ) -> None:
     """Run a model over a text and write the second moments of all its linear inputs.
 
     Parameters
     ----------
-    model : Path
+    model : Path or TensorSource
+        Opened by others, it stays open.
     text : Path
         UTF-8.
     out : Path
@@ -236,7 +244,7 @@ def collect_moments(
     from trapetum.kernels.cpu.pool import Pool
     from trapetum.runtime.calibrate import calibration_ids, collect, distinct_inputs
 
-    with open_source(model) as source:
+    with open_source(model) if isinstance(model, Path) else contextlib.nullcontext(model) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")
         pool = Pool(threads)

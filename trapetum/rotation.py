@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_SIZES", "ROTATION_KEY", "HadamardRotation"]
+__all__ = ["BLOCK_SIZES", "ROTATION_KEY", "HadamardRotation", "random_signs"]
 
 ROTATION_KEY = "hadamard"
 """What a rotated tensor calls the one rotation that its model has."""
@@ -37,6 +37,18 @@ BLOCK_SIZES = (1024, 512, 256, 128)
 
 # Rows transformed at a time, in float64: bounds the scratch memory at 32 MiB.
 _CHUNK = 1 << 22
+
+
+def random_signs(text: str, width: int) -> NDArray[np.int8]:
+    """+1 and -1, a pure function of the text and the width.
+
+    Returns
+    -------
+    ndarray of int8, shape (width,)
+    """
+    stream = hashlib.shake_256(f"{text} {width}".encode()).digest((width + 7) // 8)
+    bits = np.unpackbits(np.frombuffer(stream, np.uint8), count=width)
+    return (1 - 2 * bits.astype(np.int8)).astype(np.int8)
 
 
 @dataclass(frozen=True)
@@ -90,9 +102,7 @@ class HadamardRotation:
             raise ValueError(f"widths {distinct} are not all multiples of {BLOCK_SIZES[-1]}")
         signs = {}
         for width in distinct:
-            stream = hashlib.shake_256(f"hadamard signs {seed} {width}".encode()).digest((width + 7) // 8)
-            bits = np.unpackbits(np.frombuffer(stream, np.uint8), count=width)
-            signs[width] = (1 - 2 * bits.astype(np.int8)).astype(np.int8)
+            signs[width] = random_signs(f"hadamard signs {seed}", width)
         return cls(fitting[0], signs)
 
     def fold(self, rows: NDArray[Any]) -> NDArray[np.float32]:
