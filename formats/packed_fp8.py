@@ -35,15 +35,11 @@ from numpy.typing import NDArray
 from trapetum.errors import CheckpointError, UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
-from trapetum.tensors import matrix_shape
+from trapetum.tensors import Float8Tensor, matrix_shape
+from trapetum.tensors.float8 import FLOAT8
 
 __all__ = ["Fp8Checkpoint"]
 
-_BYTES = np.arange(256, dtype=np.uint8)
-_VALUES: dict[str, NDArray[np.float32]] = {
-    dtype.__name__: _BYTES.view(dtype).astype(np.float32)
-    for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
-}
 _BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 _BLOCK = (128, 128)
 _SCALES = ("_scale_inv", "_scale")
@@ -83,7 +79,7 @@ class Fp8Checkpoint(PackedCheckpoint):
         found, bare, odd = {}, [], []
         for name in self.inner.names():
             dtype = self.inner.dtype(name).name
-            if dtype in _VALUES and len(self.inner.shape(name)) >= 2:
+            if dtype in FLOAT8 and len(self.inner.shape(name)) >= 2:
                 if not self._scales(name):
                     bare.append(name)
                 found[name] = self.inner.shape(name)
@@ -111,18 +107,31 @@ class Fp8Checkpoint(PackedCheckpoint):
         return tuple(name + s for s in _SCALES if name + s in self._stored)
 
     def _decode(self, name: str, rows: slice) -> NDArray[Any]:
-        codes = self.inner.load(name, rows).values
-        values = np.take(_VALUES[codes.dtype.name], codes.view(np.uint8))
-        scales = self._grid(name)
-        height, width = self._steps(name)
-        each = self._packed[name][-2]
-        row = np.arange(rows.start, rows.stop)
-        lines = scales.reshape(-1, scales.shape[-1])[row // each * scales.shape[-2] + row % each // height]
-        for column, start in enumerate(range(0, values.shape[1], width)):
-            values[:, start : start + width] *= lines[:, column : column + 1]
+        values = self.stored(name, rows).dequantize(slice(None))
         if self.dtype(name) != _BFLOAT16:
             return values
         return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).view(_BFLOAT16)
+
+    def stored(self, name: str, rows: slice | None = None) -> Float8Tensor:
+        """The codes of a matrix, or of some rows of it, with a scale of each row's own for each group of columns.
+
+        Raises
+        ------
+        CheckpointError
+            If it is not packed, or a scale is not what it should be.
+        """
+        if name not in self._packed:
+            raise self._bad(name, "is not stored in 8-bit floats")
+        count, _ = matrix_shape(self._packed[name])
+        start, stop, _ = (rows or slice(None)).indices(count)
+        part = slice(start, max(start, stop))
+        grid, (height, width), each = self._grid(name), self._steps(name), self._packed[name][-2]
+        row = np.arange(part.start, part.stop)
+        # Where one scale serves all matrices of a stack, row // each is cut to the one that there is.
+        matrix = np.minimum(row // each, len(grid) - 1)
+        scales = grid[matrix, row % each // height]
+        shape = self._packed[name] if rows is None else ()
+        return Float8Tensor(self.inner.load(name, part).values, scales, width, shape)
 
     def _grid(self, name: str) -> NDArray[np.float32]:
         """Scales as float32 [matrices, block rows, block columns]."""

@@ -100,12 +100,24 @@ def _additive_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> Rule:
     }
 
 
+def _float8_arrays(shape: tuple[int, ...], params: Mapping[str, Any]) -> Rule:
+    rows, in_features = matrix_shape(shape)
+    group = params.get("group_size")
+    if type(group) is not int or group < 1:
+        raise FormatError(f"group_size is {shown(group)}; a positive number is allowed")
+    return {
+        "codes": (("F8_E4M3", "F8_E5M2"), (rows, in_features)),
+        "scales": (("F32",), (rows, -(-in_features // group))),
+    }
+
+
 _LAYOUTS: dict[str, Callable[[tuple[int, ...], Mapping[str, Any]], Rule]] = {
     "dense": _dense_arrays,
     "codebook": _codebook_arrays,
     "ternary": _ternary_arrays,
     "blocks": _block_arrays,
     "additive": _additive_arrays,
+    "float8": _float8_arrays,
 }
 
 

@@ -20,6 +20,7 @@ from trapetum.models.architectures import Architecture, Role, resolve
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
+from trapetum.quantize.float8_intake import Float8AsIs
 from trapetum.quantize.hadamard import rotate_rows
 from trapetum.quantize.intake import check_tensors
 from trapetum.quantize.recipe import DEFAULT_RULES, Recipe
@@ -184,13 +185,17 @@ class Plan:
 
     def aimed(self, row: PlanRow, rows: slice, values: NDArray[Any]) -> NDArray[Any]:
         """What :meth:`values` are quantized towards; see :meth:`Statistics.aim`."""
-        if self.statistics is None or isinstance(row.scheme, TernaryAsIs | BlocksAsIs | AdditiveAsIs):
+        if self.statistics is None or isinstance(
+            row.scheme, TernaryAsIs | BlocksAsIs | AdditiveAsIs | Float8AsIs
+        ):
             return values
         return self.statistics.aim(row, rows, values)
 
     def taken(self, row: PlanRow, rows: slice) -> QuantizedTensor | None:
         """What is stored of a row block where nothing is searched: the source's own form; None elsewhere."""
-        if isinstance(row.scheme, BlocksAsIs | AdditiveAsIs) and not isinstance(self.source, Checkpoint):
+        if isinstance(row.scheme, BlocksAsIs | AdditiveAsIs | Float8AsIs) and not isinstance(
+            self.source, Checkpoint
+        ):
             return self.source.stored(row.name, rows)
         return None if row.quantized else self.source.load(row.name, rows)
 

@@ -15,6 +15,7 @@ scheme            layout      what it does
 ``asis-ternary``  ternary     codes and scales of weights that are ternary, without loss
 ``asis-gguf``     blocks      the blocks of a GGUF source, byte for byte
 ``asis-additive`` additive    the codes, codebooks and scales of an AQLM source
+``asis-float8``   float8      the codes and scales of an FP8 source
 ``keep``          dense       nothing: the stored values travel bit for bit
 ================  ==========  ===================================================================================
 """
@@ -34,6 +35,7 @@ from trapetum.quantize.additive import Additive
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import PREFIX, Blocks, BlocksAsIs
 from trapetum.quantize.block_search import SEARCHES
+from trapetum.quantize.float8_intake import Float8AsIs
 from trapetum.quantize.hessian import Hessian
 from trapetum.quantize.scheme import EFFORTS, Arrays, Importance, Scheme
 from trapetum.quantize.ternary import Ternary
@@ -183,7 +185,19 @@ class Keep(Scheme):
 
 
 SCHEMES: dict[str, type[Scheme]] = {
-    c.name: c for c in (KMeans, Additive, Ternary, Blocks, AsIs, TernaryAsIs, BlocksAsIs, AdditiveAsIs, Keep)
+    c.name: c
+    for c in (
+        KMeans,
+        Additive,
+        Ternary,
+        Blocks,
+        AsIs,
+        TernaryAsIs,
+        BlocksAsIs,
+        AdditiveAsIs,
+        Float8AsIs,
+        Keep,
+    )
 }
 
 # What "bits" means under each scheme: bits -> the parameters it stands for.

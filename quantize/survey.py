@@ -15,10 +15,12 @@ import numpy as np
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_aqlm import AqlmCheckpoint
+from trapetum.formats.packed_fp8 import Fp8Checkpoint
 from trapetum.progress import Progress
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, ordered_map, row_blocks
+from trapetum.quantize.float8_intake import Float8AsIs
 from trapetum.quantize.plan import FLOATS, Plan, PlanRow, tensor_values
 from trapetum.quantize.schemes import Keep
 from trapetum.quantize.ternary_intake import AsIs, Recognition, recognise
@@ -52,9 +54,7 @@ class Finding:
         self.ternary.add(other.ternary)
 
 
-def survey(
-    plan: Plan, budget: MemoryBudget, progress: Progress | None = None, *, whole: bool = True
-) -> Plan:
+def survey(plan: Plan, budget: MemoryBudget, progress: Progress | None = None, *, whole: bool = True) -> Plan:
     """Read every weight once.
 
     Parameters
@@ -140,15 +140,13 @@ def _settled(plan: Plan, row: PlanRow, found: Finding) -> PlanRow:
         return replace(row, wide=found.wide)
     if isinstance(plan.source, AqlmCheckpoint) and plan.source.is_packed(row.name):
         return replace(row, scheme=AdditiveAsIs.of(plan.source.stored(row.name, slice(0, 1))))
+    if isinstance(plan.source, Fp8Checkpoint) and plan.source.is_packed(row.name):
+        return replace(row, scheme=Float8AsIs.of(plan.source.stored(row.name, slice(0, 1))))
     taken = found.ternary.settle(row.shape, row.source_nbytes)
     if taken is None and not isinstance(plan.source, Checkpoint):
         kind = plan.source.block_type(row.name)
         if kind is not None:
             return replace(row, scheme=BlocksAsIs(kind))
-    if taken is None and plan.source.is_packed(row.name):
-        return replace(
-            row, scheme=Keep(), why=f"{row.why}; decoded to {row.dtype.name}, which loses nothing more"
-        )
     if taken is None:
         return replace(row, scheme=Keep(), why=f"{row.why}; not ternary in groups of a row, 128 or 64")
     return replace(row, scheme=taken[0], wide=taken[1])
@@ -158,7 +156,7 @@ def not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     """Say which tensors were asked to be taken over and are not ternary; all of them is an error."""
     both = zip(plan.rows, settled, strict=True)
     asked = [now for was, now in both if isinstance(was.scheme, AsIs)]
-    kept = [r.name for r in asked if isinstance(r.scheme, Keep) and not _decoded(plan, r)]
+    kept = [r.name for r in asked if isinstance(r.scheme, Keep)]
     if asked and len(kept) == len(asked):
         raise UnsupportedModelError(
             f"{plan.source.path}: scheme asis takes over weights that are ternary or packed already (GGUF, MXFP4, "
@@ -171,11 +169,6 @@ def not_taken(plan: Plan, settled: tuple[PlanRow, ...]) -> list[str]:
     return [
         f"{len(kept)} of {len(asked)} tensors are not ternary and kept as they are: {', '.join(kept[:8])}{more}"
     ]
-
-
-def _decoded(plan: Plan, row: PlanRow) -> bool:
-    """Whether a kept row has the values of packed codes that no layout here holds, such as fp8."""
-    return isinstance(row.scheme, Keep) and plan.source.is_packed(row.name)
 
 
 def _too_large(plan: Plan, row: PlanRow, total: Finding) -> CheckpointError:

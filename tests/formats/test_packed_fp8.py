@@ -13,6 +13,7 @@ import pytest
 
 import trapetum
 from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.export import export_artifact
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_fp8 import Fp8Checkpoint
 from trapetum.formats.packed_ternary import open_checkpoint
@@ -20,6 +21,9 @@ from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.formats.source import open_source
 from trapetum.quantize.job import quantize_model
+from trapetum.runtime.verify import verify_path
+from trapetum.tensors import LAYOUTS as LAYOUT_CLASSES
+from trapetum.tensors import Float8Tensor
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
@@ -111,9 +115,25 @@ def test_blocks_do_not_reach_into_the_next_expert(tmp_path: Path) -> None:
     expected = weight.astype(np.float32) * np.stack([spread(s, (200, 130), (128, 128)) for s in scales])
     with open_checkpoint(write(tmp_path / "m", tensors, {**FP8, "weight_block_size": [128, 128]})) as found:
         assert np.array_equal(found.load("x.experts.gate_up_proj").dequantize(), expected)
+        assert found.stored("x.experts.gate_up_proj").shape == (3, 200, 130)
         rows = slice(150, 450)  # over two borders
         got = found.load("x.experts.gate_up_proj", rows).dequantize()
         assert np.array_equal(got, expected.reshape(600, 130)[rows])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1, 1), (3, 1, 1), (3, 200, 1)])
+def test_scales_of_stacks(shape: tuple[int, ...], tmp_path: Path) -> None:
+    weight, scales = (
+        codes(3, 200, 130),
+        np.resize(FINE, int(np.prod(shape))).reshape(shape).astype(np.float32),
+    )
+    tensors = {"x.experts.down_proj": weight, "x.experts.down_proj_scale": scales}
+    with open_checkpoint(write(tmp_path / "m", tensors, FP8)) as found:
+        got = found.load("x.experts.down_proj").dequantize()
+        assert np.array_equal(got, weight.astype(np.float32) * scales)
+        assert np.array_equal(
+            found.load("x.experts.down_proj", slice(390, 410)).dequantize(), got.reshape(600, 130)[390:410]
+        )
 
 
 def test_a_code_without_a_value_is_not_a_number(tmp_path: Path) -> None:
@@ -234,14 +254,41 @@ def test_taken_over_as_it_is(kind: str, tmp_path: Path) -> None:
     folder = model(tmp_path / "m", COARSE, scale_fmt="ue8m0") if coarse else model(tmp_path / "m", FINE)
     report = quantize_model(folder, tmp_path / "out", scheme="asis")
     assert any("packed as fp8" in note for note in report.notes)
+    ids = [1, 2, 3]
     with trapetum.open_artifact(tmp_path / "out") as artifact, open_checkpoint(folder) as source:
-        assert "fp8" not in json.dumps(artifact.config.get("quantization_config", {}).get("source", {}))
         for name in source.names():
-            assert np.array_equal(artifact[name].dequantize(), source.load(name).dequantize())
-        down = "model.layers.0.mlp.down_proj.weight"
-        assert artifact.dtype(down).name == ("bfloat16" if kind == "coarse" else "float32")
+            tensor = artifact[name]
+            assert np.array_equal(tensor.dequantize(), source.load(name).dequantize())
+            assert isinstance(tensor, Float8Tensor) is source.is_packed(name)
+        down = artifact["model.layers.0.mlp.down_proj.weight"]
+        assert (down.params(), down.to_arrays()["scales"].shape) == ({"group_size": 128}, (128, 3))
+        assert down.nbits_per_weight == pytest.approx(8 + 3 * 32 / 320)
+    checks = {c.name: c.ok for c in verify_path(tmp_path / "out", source=folder).checks}
+    assert (checks["integrity"], checks["decoder"], checks["reconstruction"]) == (True, True, True)
     with trapetum.load(folder) as ours, trapetum.load(tmp_path / "out") as taken:
-        assert np.array_equal(ours.logits([1, 2, 3]), taken.logits([1, 2, 3]))
+        assert np.array_equal(ours.logits(ids), taken.logits(ids))
+    export_artifact(tmp_path / "out", "hf", tmp_path / "hf")
+    with trapetum.load(folder) as ours, trapetum.load(tmp_path / "hf") as dense:
+        assert np.array_equal(ours.logits(ids), dense.logits(ids))
+
+
+def test_parts_of_another_shape_are_refused() -> None:
+    two, scales = codes(2, 6), np.ones((2, 2), np.float32)
+    assert Float8Tensor(two, scales, 4).shape == (2, 6)
+    for wrong in (
+        (two, scales, 2),
+        (two, scales[:1], 4),
+        (two.astype(np.float32), scales, 4),
+        (two, scales, 0),
+    ):
+        with pytest.raises(ValueError, match=r"scales|codes"):
+            Float8Tensor(*wrong)
+    with pytest.raises(ValueError, match="shape"):
+        Float8Tensor(two, scales, 4, (3, 4))
+    again = LAYOUT_CLASSES["float8"].from_arrays(
+        {"codes": two, "scales": scales}, (1, 2, 6), {"group_size": 4}
+    )
+    assert again.dequantize().shape == (1, 2, 6)
 
 
 def test_quantized_from_what_it_means(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from trapetum.errors import RecipeError
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.kernels.cpu.prepared import Activations, Prepared
-from trapetum.tensors import DenseTensor, QuantizedTensor
+from trapetum.tensors import DenseTensor, Float8Tensor, QuantizedTensor
 
 __all__ = ["FUSED_TOKENS", "PRECISIONS", "DenseMatrix", "Matrix", "PreparedMatrix", "build_matrix"]
 
@@ -237,7 +237,7 @@ def build_matrix(
     tensor : QuantizedTensor
     pool : Pool
     expand : bool
-        Hold dense values as float32.
+        Hold dense values and 8-bit floats as float32.
     precision : str
         One of ``PRECISIONS``.
     expand_codes : bool
@@ -252,6 +252,8 @@ def build_matrix(
 
     if precision not in PRECISIONS:
         raise RecipeError(f"precision is {precision!r}; {', '.join(PRECISIONS)} are allowed")
+    if isinstance(tensor, Float8Tensor) and expand:
+        tensor = DenseTensor(tensor.dequantize())
     fused = precision != "exact"
     if isinstance(tensor, DenseTensor) and not fused:
         return DenseMatrix(tensor, pool, expand=expand)

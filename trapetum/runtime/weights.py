@@ -59,7 +59,7 @@ class Weights:
         self.cache_type = cache_type
         self.names = config.architecture.index(source.names())
         sizes = {name: math.prod(source.shape(name)) for name in self.names.values()}
-        wide = 4 * sum(size for name, size in sizes.items() if source.layout(name) == "dense")
+        wide = 4 * sum(size for name, size in sizes.items() if source.layout(name) in ("dense", "float8"))
         self.expand = wide <= _EXPAND_BYTES
         codes = sum(size for name, size in sizes.items() if source.layout(name) == "codebook")
         self._expand_codes = 3 * codes <= available_memory() // 2

@@ -13,6 +13,7 @@ layout                value of weight [o, i]
 ``ternary``           ``(codes[o, i] - 1) * scales[o, i // group_size]``, codes 0 .. 2, or 0 .. 3 (``+2 * scale``)
 ``blocks``            element ``i`` of row ``o`` of a GGUF block type (``trapetum.blocktypes``)
 ``additive``          ``scales[o] * sum over m of codebooks[m, codes[m, i // 8, o], i % 8]``
+``float8``            ``value(codes[o, i]) * scales[o, i // group_size]``, codes 8-bit floats
 ====================  ==========================================================================================
 
 A tensor of any rank is a matrix of ``rows = prod(shape[:-1])`` by ``in_features = shape[-1]``; ``shape``
@@ -26,6 +27,7 @@ from trapetum.tensors.base import QuantizedTensor, matrix_shape
 from trapetum.tensors.blocks import BlockTensor
 from trapetum.tensors.codebook import CodebookTensor
 from trapetum.tensors.dense import DenseTensor
+from trapetum.tensors.float8 import Float8Tensor
 from trapetum.tensors.ternary import TernaryTensor
 
 __all__ = [
@@ -34,11 +36,13 @@ __all__ = [
     "BlockTensor",
     "CodebookTensor",
     "DenseTensor",
+    "Float8Tensor",
     "QuantizedTensor",
     "TernaryTensor",
     "matrix_shape",
 ]
 
 LAYOUTS: dict[str, type[QuantizedTensor]] = {
-    c.layout: c for c in (DenseTensor, CodebookTensor, TernaryTensor, BlockTensor, AdditiveTensor)
+    c.layout: c
+    for c in (DenseTensor, CodebookTensor, TernaryTensor, BlockTensor, AdditiveTensor, Float8Tensor)
 }
