@@ -251,7 +251,7 @@ def _compare_block(
     result: dict[str, NDArray[Any]],
 ) -> None:
     def use(rows: slice, logits_a: Floats) -> None:
-        logits_b = b.head(hidden_b[rows])
+        logits_b = b.head_logits(hidden_b[rows])
         into = {key: column[rows] for key, column in result.items()}
         wanted = targets[rows]
 

@@ -21,6 +21,7 @@ typedef u16 act;
 DEVICE float widen(act x) { return to_float<BF16>(x); }
 DEVICE act narrow(float x) { return BF16 ? float_to_bfloat(x) : float_to_half(x); }
 
+#define NORM_RUN 16        // numbers of the residual stream that a thread keeps
 #define GROUP_TILE 4         // query heads that share a pass over the values
 #define INFINITE __int_as_float(0x7f800000)  // no <math.h> here
 #define CHUNK 128           // positions of one attention split
@@ -60,35 +61,41 @@ extern "C" __global__ void scale(float* x, int count, float factor) {
     if (i < count) x[i] *= factor;
 }
 
-// h[m] += delta[m] (where there is one); x[m] = h[m] / rms(h[m]) * weight. Grid (M), block a multiple of 32 <= 1024.
+// h[m] += delta[m] (where there is one); x[m] = h[m] / rms(h[m]) * weight. Grid (M), 1024 threads;
+// hidden <= 1024 * NORM_RUN.
 // With `delta_weight` the delta is normalised by itself first (norms after a block, as Gemma has them); without `weight`
 // x is h[m] as it is.
-extern "C" __global__ void add_norm(float* h, const float* delta, const float* delta_weight, const float* weight,
-                                    act* x, int hidden, float eps) {
+extern "C" __global__ void __launch_bounds__(1024) add_norm(float* h, const float* delta, const float* delta_weight,
+                                                            const float* weight, act* x, int hidden, float eps) {
     __shared__ float shared[32];
     float* row = h + (size_t)blockIdx.x * hidden;
-    float scale = 1.0f;
-    if (delta) {
-        delta += (size_t)blockIdx.x * hidden;
-        if (delta_weight) {
-            float squares = 0.0f;
-            for (int i = threadIdx.x; i < hidden; i += blockDim.x) squares += delta[i] * delta[i];
-            scale = 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps);
-        }
+    act* out = x + (size_t)blockIdx.x * hidden;
+    if (delta) delta += (size_t)blockIdx.x * hidden;
+    float v[NORM_RUN], squares = 0.0f, scale = 1.0f;
+    if (delta && delta_weight) {
+        for (int i = threadIdx.x; i < hidden; i += blockDim.x) squares += delta[i] * delta[i];
+        scale = 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps);
+        squares = 0.0f;
     }
-    float squares = 0.0f;
-    for (int i = threadIdx.x; i < hidden; i += blockDim.x) {
-        float v = row[i];
-        if (delta) {
-            v += delta_weight ? delta[i] * scale * delta_weight[i] : delta[i];
-            row[i] = v;
+#pragma unroll
+    for (int j = 0; j < NORM_RUN; ++j) {
+        int i = threadIdx.x + j * blockDim.x;
+        v[j] = 0.0f;
+        if (i < hidden) {
+            v[j] = row[i];
+            if (delta) {
+                v[j] += delta_weight ? delta[i] * scale * delta_weight[i] : delta[i];
+                row[i] = v[j];
+            }
         }
-        squares += v * v;
+        squares += v[j] * v[j];
     }
     float rms = weight ? 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps) : 1.0f;
-    act* out = x + (size_t)blockIdx.x * hidden;
-    for (int i = threadIdx.x; i < hidden; i += blockDim.x)  // each thread reads what it wrote itself
-        out[i] = narrow(weight ? row[i] * rms * weight[i] : row[i]);
+#pragma unroll
+    for (int j = 0; j < NORM_RUN; ++j) {
+        int i = threadIdx.x + j * blockDim.x;
+        if (i < hidden) out[i] = narrow(weight ? v[j] * rms * weight[i] : v[j]);
+    }
 }
 
 // Rotary embedding (pairs d, d + rotated/2 of the first `rotated` numbers of a head) of queries and keys, after a norm
@@ -139,35 +146,75 @@ extern "C" __global__ void rotate_append(const float* yq, const float* yk, const
         keys[((size_t)owner * kv_heads + slot - heads) * line + (size_t)where * D + d] = narrow(v);
 }
 
-// One split of attention: CHUNK positions of one key/value head for all of its query heads.
-// Grid (splits, kv_heads, M), ATTENTION_THREADS threads. Writes, for each query head, the largest score, the sum of
-// exponentials and the weighted sum of values of its split: partial float [M][heads][splits][D + 2].
-// D is a multiple of 8, at most 512; `lanes` is the power of two >= D / 8: lanes that share a position.
-// Dynamic shared memory: group * D (queries) + group * CHUNK (scores) + ATTENTION_THREADS * 8 (sums), in floats.
-extern "C" __global__ void attend_split(const act* q, const act* keys, const act* values, const int* position,
-                                        const int* sequence, float* partial, int kv_heads, int group, int D, int lanes, int capacity,
-                                        int window, float scale, float cap) {
+// Attention of one new token of each sequence: norm and rotary embedding of the queries, the same and the cache for the
+// new key and value, scores, and the sum of all splits, in one launch. A split is CHUNK positions of one key/value head
+// for all of its query heads; the block that finishes last adds the splits of its head, in order.
+//
+// Grid (splits, kv_heads, M), ATTENTION_THREADS threads. yq, yk, yv, norms and rotary embedding as in rotate_append.
+// partial: float [M][heads][splits][D + 2] (sums of values, largest score, sum of exponentials); arrived: int
+// [M][kv_heads], zero before and after. out: act [M][heads][D]. `sinks` (float [heads], or null) is one more score
+// without a value. D is a multiple of 8, at most 256; `lanes` is the power of two >= D / 8: lanes that share a position.
+// Dynamic shared memory, in floats: group * D (queries) + group * CHUNK (scores) + ATTENTION_THREADS * 8 (sums) +
+// rotated (sines and cosines).
+extern "C" __global__ void attend_step(const float* yq, const float* yk, const float* yv, int q_stride, int k_stride,
+                                       int v_stride, act* keys, act* values, const float* q_weight,
+                                       const float* k_weight, const float* inverse_frequencies, const int* position,
+                                       float* partial, int* arrived, act* out, const float* sinks, int kv_heads,
+                                       int group, int D, int lanes, int capacity, int rotated, int window,
+                                       float rotary_scale, float eps, float scale, float cap) {
     extern __shared__ float memory[];
+    __shared__ int earlier;
     int split = blockIdx.x, kv = blockIdx.y, m = blockIdx.z, splits = gridDim.x, heads = kv_heads * group;
     int last = position[m];  // inclusive
     int first = window > 0 && last - window + 1 > 0 ? last - window + 1 : 0;
     int low = split * CHUNK, high = min(low + CHUNK, last + 1);
     if (low < first) low = first;
+    if (low >= high) return;
     float* records = partial + (((size_t)m * heads + kv * group) * splits + split) * (D + 2);
-    size_t stride = (size_t)splits * (D + 2);
-    if (low >= high) return;  // combine() does not read such a split
+    size_t stride = (size_t)splits * (D + 2), line = ((size_t)m * kv_heads + kv) * capacity;
     float* queries = memory;
     float* scores = queries + group * D;
     float* sums = scores + group * CHUNK;
+    float* cosines = sums + ATTENTION_THREADS * 8;
+    int half = rotated >> 1;
+    float* sines = cosines + half;
     int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    for (int i = thread; i < group * D; i += ATTENTION_THREADS)
-        queries[i] = widen(q[((size_t)m * heads + kv * group) * D + i]) * scale;
+    bool newest = high == last + 1;  // this block has the new key and value
+    for (int i = thread; i < half; i += ATTENTION_THREADS) {
+        float sine, cosine;
+        sincosf((float)last * inverse_frequencies[i], &sine, &cosine);
+        sines[i] = sine * rotary_scale;
+        cosines[i] = cosine * rotary_scale;
+    }
+    for (int g = warp; g < group + newest; g += ATTENTION_THREADS / 32) {  // head `group` is the new key
+        const float* from = g < group ? yq + (size_t)m * q_stride + (kv * group + g) * D : yk + (size_t)m * k_stride + kv * D;
+        const float* weight = g < group ? q_weight : k_weight;
+        float* to = g < group ? queries + g * D : sums;
+        float squares = 0.0f;
+        for (int d = lane; d < D; d += 32) squares += from[d] * from[d];
+        float rms = weight ? 1.0f / sqrtf(warp_sum(squares) / D + eps) : 1.0f;
+        for (int d = lane; d < D; d += 32) to[d] = weight ? from[d] * rms * weight[d] : from[d];
+    }
+    __syncthreads();
+    for (int i = thread; i < (group + newest) * half; i += ATTENTION_THREADS) {
+        int g = i / half, d = i % half;
+        float* one = g < group ? queries + g * D : sums;
+        float a = one[d], b = one[d + half];
+        one[d] = a * cosines[d] - b * sines[d];
+        one[d + half] = b * cosines[d] + a * sines[d];
+    }
+    __syncthreads();
+    if (newest)
+        for (int d = thread; d < D; d += ATTENTION_THREADS) {
+            keys[(line + last) * D + d] = narrow(sums[d]);
+            values[(line + last) * D + d] = narrow(yv[(size_t)m * v_stride + kv * D + d]);
+        }
+    for (int i = thread; i < group * D; i += ATTENTION_THREADS) queries[i] *= scale;
     __syncthreads();
 
     int rows = ATTENTION_THREADS / lanes;  // positions at once
     int part = thread % lanes, row = thread / lanes;
     bool inside = part * 8 < D;
-    size_t line = ((size_t)(sequence ? sequence[m] : m) * kv_heads + kv) * capacity;
     int count = high - low;
     for (int at = 0; at < count; at += rows) {
         int p = at + row;
@@ -184,17 +231,8 @@ extern "C" __global__ void attend_split(const act* q, const act* keys, const act
             const float* one = queries + (inside ? g * D + part * 8 : 0);
             float dot = 0.0f;
             for (int e = 0; e < 8; ++e) dot += one[e] * k[e];
-            for (int offset = min(lanes, 32) >> 1; offset; offset >>= 1)
+            for (int offset = lanes >> 1; offset; offset >>= 1)
                 dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-            if (lanes > 32) {  // heads wider than 256: two or more warps share a position
-                sums[thread] = dot;
-                __syncthreads();
-                if (part == 0) {
-                    dot = 0.0f;
-                    for (int w = 0; w < lanes; w += 32) dot += sums[thread + w];
-                }
-                __syncthreads();
-            }
             if (part == 0 && there) scores[g * CHUNK + p] = cap > 0.0f ? cap * tanhf(dot / cap) : dot;
         }
     }
@@ -246,27 +284,29 @@ extern "C" __global__ void attend_split(const act* q, const act* keys, const act
             }
         }
     }
-}
-
-// Splits together, in order. Grid (heads, M), block D. `sinks` (float [heads], or null) is one more score without a
-// value.
-extern "C" __global__ void attend_combine(const float* partial, const int* position, act* out, const float* sinks,
-                                          int splits, int D, int window) {
-    int head = blockIdx.x, m = blockIdx.y, heads = gridDim.x, d = threadIdx.x;
-    int last = position[m];
-    int first = window > 0 && last - window + 1 > 0 ? last - window + 1 : 0;
-    int low = first / CHUNK, high = last / CHUNK + 1;
-    const float* records = partial + ((size_t)m * heads + head) * splits * (D + 2);
-    float largest = sinks ? sinks[head] : -INFINITE;
-    for (int s = low; s < high; ++s) largest = fmaxf(largest, records[(size_t)s * (D + 2) + D]);
-    float sum = sinks ? expf(sinks[head] - largest) : 0.0f, value = 0.0f;
-    for (int s = low; s < high; ++s) {
-        const float* one = records + (size_t)s * (D + 2);
-        float weight = expf(one[D] - largest);
-        sum += weight * one[D + 1];
-        value += weight * one[d];
+    __threadfence();
+    __syncthreads();
+    int before = first / CHUNK, behind = last / CHUNK + 1;
+    if (thread == 0) earlier = atomicAdd(arrived + m * kv_heads + kv, 1);
+    __syncthreads();
+    if (earlier != behind - before - 1) return;
+    __threadfence();
+    const float* all = partial + ((size_t)m * heads + kv * group) * stride;
+    for (int i = thread; i < group * D; i += ATTENTION_THREADS) {
+        int g = i / D, d = i % D;
+        const float* one = all + g * stride;
+        float largest = sinks ? sinks[kv * group + g] : -INFINITE;
+        for (int s = before; s < behind; ++s) largest = fmaxf(largest, __ldcg(one + (size_t)s * (D + 2) + D));
+        float sum = sinks ? expf(sinks[kv * group + g] - largest) : 0.0f, value = 0.0f;
+        for (int s = before; s < behind; ++s) {
+            const float* record = one + (size_t)s * (D + 2);
+            float weight = expf(__ldcg(record + D) - largest);
+            sum += weight * __ldcg(record + D + 1);
+            value += weight * __ldcg(record + d);
+        }
+        out[((size_t)m * heads + kv * group + g) * D + d] = narrow(value / sum);
     }
-    out[((size_t)m * heads + head) * D + d] = narrow(value / sum);
+    if (thread == 0) arrived[m * kv_heads + kv] = 0;
 }
 
 // x = activation(gate) * up; float rows `gate_stride` and `up_stride` apart. Grid (ceil(width / block), M).

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from trapetum.runtime.layers import FeedForward, Norm
     from trapetum.runtime.weights import Weights
 
-__all__ = ["CHUNK", "HEAD_DIMS", "Buffers", "CardLayer", "KeyValueCache", "Pass", "build_card_layer"]
+__all__ = [
+    "CHUNK",
+    "HEAD_DIMS",
+    "Buffers",
+    "CardLayer",
+    "KeyValueCache",
+    "Pass",
+    "build_card_layer",
+    "card_argument",
+    "launch",
+]
 
 CHUNK = 128
 """Positions of one split of attention; ``CHUNK`` of ``decoder.cu``."""
@@ -31,20 +41,23 @@ HEAD_DIMS = tuple(range(16, 257, 16))
 _ATTENTION_THREADS = 128
 _TILE = 64
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
-_NULL = np.uintp(0)
+
+
+def card_argument(value: Any) -> Any:
+    """A kernel's argument: None is a null pointer, Python numbers become 32-bit ones, anything else stays.
+
+    A float goes as the integer with its bits: of float32 scalars CuPy 14.2 with NumPy 2.5 passed zeros.
+    """
+    if value is None:
+        return np.uintp(0)
+    if isinstance(value, bool | int):
+        return np.int32(value)
+    return np.float32(value).view(np.int32) if isinstance(value, float | np.floating) else value
 
 
 def launch(name: str, grid: tuple[int, ...], threads: int, arguments: list[Any], shared: int = 0) -> None:
     """A kernel of ``decoder.cu`` on the current stream; Python integers and floats become 32-bit ones."""
-    kernels("decoder_f16")[name].launch(grid, threads, [_argument(a) for a in arguments], shared)
-
-
-def _argument(value: Any) -> Any:
-    if value is None:
-        return _NULL
-    if isinstance(value, bool | int):
-        return np.int32(value)
-    return np.float32(value) if isinstance(value, float) else value
+    kernels("decoder_f16")[name].launch(grid, threads, [card_argument(a) for a in arguments], shared)
 
 
 @dataclass(frozen=True)
@@ -217,59 +230,68 @@ class CardAttention:
 
     def __call__(self, x: Any, buffers: Buffers, now: Pass, cache: KeyValueCache, layer: int) -> None:
         """``x`` float16 [tokens, hidden] -> ``buffers.delta``; extends the cache."""
-        tokens, dim = now.tokens, self.head_dim
+        tokens = now.tokens
         results = buffers.of(("qkv", self.qkv.rows), lambda: self.qkv.buffers(buffers.tokens))
         outs = [r[:tokens] for r in results]
         self.qkv(x, outs)
         q, k, v = self.qkv.outputs(outs)
         keys, values = cache.of(layer)
-        rotated = 0 if self.frequencies is None else 2 * self.frequencies.size
+        projected = [*(o.pointer for o in (q, k, v)), *(o.stride for o in (q, k, v))]
+        if now.past is None:
+            self._one_token(projected, buffers, now, cache, keys, values)
+        else:
+            self._many_tokens(projected, buffers, now, cache, keys, values)
+        self.o(buffers.mixed[:tokens], [buffers.delta[:tokens]])
+
+    @property
+    def _rotated(self) -> int:
+        """Numbers of a head that are rotated."""
+        return 0 if self.frequencies is None else 2 * int(self.frequencies.size)
+
+    def _many_tokens(
+        self, projected: list[Any], buffers: Buffers, now: Pass, cache: KeyValueCache, keys: Any, values: Any
+    ) -> None:
+        dim, tokens = self.head_dim, now.tokens
         launch(
             "rotate_append",
             (self.heads + 2 * self.kv_heads, tokens),
             -(-dim // 32) * 32,
             [
-                *(o.pointer for o in (q, k, v)), *(o.stride for o in (q, k, v)),
-                buffers.q, keys, values, self.q_norm, self.k_norm, self.frequencies, now.position, now.sequence,
-                self.heads, self.kv_heads, dim, cache.capacity, rotated, self.magnitude, self.eps,
+                *projected, buffers.q, keys, values, self.q_norm, self.k_norm, self.frequencies, now.position,
+                now.sequence, self.heads, self.kv_heads, dim, cache.capacity, self._rotated, self.magnitude,
+                self.eps,
             ],
             4 * dim,
         )  # fmt: skip
-        if now.past is None:
-            self._one_token(buffers, now, cache, keys, values)
-        else:
-            arguments = [
-                buffers.q, keys, values, buffers.mixed, self.sinks, tokens, now.past, self.heads, self.kv_heads,
-                cache.capacity, self.window, self.scale, self.softcap,
-            ]  # fmt: skip
-            kernel = kernels(f"prefill_f16_{dim}")["attend_prefill"]
-            grid = (-(-tokens // _TILE), self.heads)
-            kernel.launch(grid, 128, [_argument(a) for a in arguments], 2 * _TILE * dim * 2)
-        self.o(buffers.mixed[:tokens], [buffers.delta[:tokens]])
+        arguments = [
+            buffers.q, keys, values, buffers.mixed, self.sinks, tokens, now.past, self.heads, self.kv_heads,
+            cache.capacity, self.window, self.scale, self.softcap,
+        ]  # fmt: skip
+        kernel = kernels(f"prefill_f16_{dim}")["attend_prefill"]
+        grid = (-(-tokens // _TILE), self.heads)
+        kernel.launch(grid, 128, [card_argument(a) for a in arguments], 2 * _TILE * dim * 2)
 
-    def _one_token(self, buffers: Buffers, now: Pass, cache: KeyValueCache, keys: Any, values: Any) -> None:
+    def _one_token(
+        self, projected: list[Any], buffers: Buffers, now: Pass, cache: KeyValueCache, keys: Any, values: Any
+    ) -> None:
         cupy = import_cupy()
         dim, splits, group = self.head_dim, cache.splits, self.heads // self.kv_heads
         size = buffers.tokens * self.heads * splits * (dim + 2)
         partial = buffers.of(("partial", size), lambda: cupy.empty(size, cupy.float32))
+        counters = buffers.tokens * self.kv_heads
+        arrived = buffers.of(("arrived", counters), lambda: cupy.zeros(counters, cupy.int32))
         lanes = 1 << (max(1, dim // 8) - 1).bit_length()
-        shared = 4 * (group * dim + group * CHUNK + 8 * _ATTENTION_THREADS)
         launch(
-            "attend_split",
+            "attend_step",
             (splits, self.kv_heads, now.tokens),
             _ATTENTION_THREADS,
             [
-                buffers.q, keys, values, now.position, now.sequence, partial, self.kv_heads, group, dim, lanes,
-                cache.capacity, self.window, self.scale, self.softcap,
+                *projected, keys, values, self.q_norm, self.k_norm, self.frequencies, now.position, partial,
+                arrived, buffers.mixed, self.sinks, self.kv_heads, group, dim, lanes, cache.capacity,
+                self._rotated, self.window, self.magnitude, self.eps, self.scale, self.softcap,
             ],
-            shared,
+            4 * (group * dim + group * CHUNK + 8 * _ATTENTION_THREADS + self._rotated),
         )  # fmt: skip
-        launch(
-            "attend_combine",
-            (self.heads, now.tokens),
-            dim,
-            [partial, now.position, buffers.mixed, self.sinks, splits, dim, self.window],
-        )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ __all__ = ["CardModel", "Session"]
 Floats = NDArray[np.float32]
 
 _PROMPT_BLOCK = 1024  # positions that pass the layers at once
-_NORM_THREADS = 512
+_NORM_THREADS = 1024
+_MOST_HIDDEN = 16 * _NORM_THREADS  # ``NORM_RUN`` of ``decoder.cu``
 
 
 class CardModel(Model):
@@ -73,6 +74,11 @@ class CardModel(Model):
         if config.head_dim not in HEAD_DIMS:
             raise KernelUnavailable(
                 f"head_dim is {config.head_dim}; kernels exist for multiples of 16 up to 256",
+                hint="use --device cpu",
+            )
+        if config.hidden_size > _MOST_HIDDEN:
+            raise KernelUnavailable(
+                f"hidden_size is {config.hidden_size}; kernels exist up to {_MOST_HIDDEN}",
                 hint="use --device cpu",
             )
         self.stream = cupy.cuda.Stream(non_blocking=True)

@@ -7,8 +7,10 @@ blocks, tables in float32, ternary groups of 64) is decoded to float16 and multi
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -29,6 +31,27 @@ if TYPE_CHECKING:
 __all__ = ["CardMatrix", "DenseCardMatrix", "Output", "Product", "build_product"]
 
 _FLOAT16, _FLOAT32, _COMPUTE_32F, _DEFAULT_ALGORITHM = 2, 0, 68, -1  # numbers of the cuBLAS interface
+_PLAIN, _TRANSPOSED = 0, 1
+
+
+@cache
+def _blas() -> Any:
+    """cuBLAS itself: CuPy's own calls refuse to be captured in a graph, the library does not.
+
+    Raises
+    ------
+    KernelUnavailable
+        If the library cannot be loaded.
+    """
+    import_cupy().cuda.device.get_cublas_handle()  # loads it
+    for version in (13, 12):
+        try:
+            return ctypes.CDLL(f"libcublas.so.{version}")
+        except OSError:
+            continue
+    raise KernelUnavailable(
+        "libcublas cannot be loaded", hint="Install trapetum[cuda13] or trapetum[cuda12]."
+    )
 
 
 class CardMatrix(Protocol):
@@ -69,24 +92,28 @@ class DenseCardMatrix:
     def multiply(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """See :class:`CardMatrix`."""
         cupy = import_cupy()
-        from cupy_backends.cuda.libs import cublas
-
         if out is None:
             out = cupy.empty((x.shape[0], self.rows), cupy.float32)
-        handle = cupy.cuda.device.get_cublas_handle()
-        cublas.setStream(handle, (stream or cupy.cuda.get_current_stream()).ptr)
-        cublas.gemmEx(
-            handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, self.rows, x.shape[0], self.in_features,
-            self._one.ctypes.data, self.weight.data.ptr, _FLOAT16, self.in_features,
-            x.data.ptr, _FLOAT16, self.in_features,
-            self._zero.ctypes.data, out.data.ptr, _FLOAT32, self.rows, _COMPUTE_32F, _DEFAULT_ALGORITHM,
+        blas, at = _blas(), ctypes.c_void_p
+        handle = at(cupy.cuda.device.get_cublas_handle())
+        status = blas.cublasSetStream_v2(handle, at((stream or cupy.cuda.get_current_stream()).ptr))
+        # Row-major matrices are the transposed ones to a library that counts by columns.
+        status |= blas.cublasGemmEx(
+            handle, _TRANSPOSED, _PLAIN, self.rows, x.shape[0], self.in_features,
+            at(self._one.ctypes.data), at(self.weight.data.ptr), _FLOAT16, self.in_features,
+            at(x.data.ptr), _FLOAT16, self.in_features,
+            at(self._zero.ctypes.data), at(out.data.ptr), _FLOAT32, self.rows, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
+        if status:
+            raise KernelUnavailable(
+                f"cuBLAS cannot multiply {tuple(x.shape)} by {self.weight.shape}: status {status}"
+            )
         return out
 
     def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
         """See :class:`CardMatrix`."""
         kernel = kernels("decoder_f16")["embed_dense"]
-        arguments = (self.weight, ids, out, np.int32(self.in_features), np.float32(1))
+        arguments = (self.weight, ids, out, np.int32(self.in_features), np.float32(1).view(np.int32))
         kernel.launch((ids.shape[0],), 256, arguments, 0, stream)
         return out
 
