@@ -51,6 +51,18 @@ def test_blas_is_single_threaded_inside_and_restored_after() -> None:
     assert [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"] == before
 
 
+def test_sessions_that_overlap_restore_what_was_before_them() -> None:
+    np.ones((2, 2)) @ np.ones((2, 2))
+    before = [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"]
+    first, second = Pool(1).session(), Pool(2).session()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # not the last one: BLAS must stay on one thread for the other
+    assert {i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"} == {1}
+    second.__exit__(None, None, None)
+    assert [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas"] == before
+
+
 def test_work_inside_work_ends() -> None:
     # the inner calls find every thread taken: they do their own work and wait for nobody
     pool, seen = Pool(2), np.zeros((4, 5), np.int64)

@@ -20,6 +20,10 @@ from trapetum.errors import RecipeError
 
 __all__ = ["Pool", "available_cpus"]
 
+_session_lock = Lock()
+_sessions = 0
+_limit: Any = None
+
 
 def available_cpus() -> int:
     """Number of CPUs that this process may use."""
@@ -66,9 +70,23 @@ class Pool:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """One BLAS thread for the length of the block (about 50 us to enter and leave: wrap loops, not steps)."""
-        with self._blas.limit(limits=1, user_api="blas"):
+        """One BLAS thread for the length of the block (about 50 us to enter and leave: wrap loops, not steps).
+
+        BLAS has one setting for the whole process: of blocks that overlap, in any threads, the first sets it and the
+        last one restores it.
+        """
+        global _sessions, _limit
+        with _session_lock:
+            if _sessions == 0:
+                _limit = self._blas.limit(limits=1, user_api="blas")
+            _sessions += 1
+        try:
             yield
+        finally:
+            with _session_lock:
+                _sessions -= 1
+                if _sessions == 0:
+                    _limit.restore_original_limits()
 
     def run(self, piece: Callable[[int], object], count: int) -> None:
         """Call ``piece(0) .. piece(count - 1)`` in any order; the first exception is raised.
