@@ -52,6 +52,8 @@ class _Rule:
         They always apply all of them.
     plain_heads : bool
         ``head_dim`` is the hidden size over the number of heads.
+    all_keys : bool
+        There are as many key/value heads as query heads.
     big : tuple of int
         Numbers of layers for which scores are scaled by hidden size over heads instead of ``head_dim``.
     """
@@ -65,6 +67,7 @@ class _Rule:
     softcaps: frozenset[str] = frozenset()
     needs_caps: bool = False
     plain_heads: bool = False
+    all_keys: bool = False
     big: tuple[int, ...] = ()
 
 
@@ -90,6 +93,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "smollm3": _Rule(no_rotary_every=4),
     "olmo2": _Rule(plain_heads=True),
+    "olmoe": _Rule(plain_heads=True, all_keys=True),
     "gpt-oss": _Rule(full_every=2),
 }
 
@@ -115,6 +119,8 @@ def attention_faults(config: ModelConfig, family: str) -> list[str]:
         refuse(f"hidden_act is {config.hidden_act}, and engines compute {rule.act}")
     if rule.plain_heads and config.num_attention_heads * config.head_dim != config.hidden_size:
         refuse(f"head_dim is {config.head_dim}, and engines expect hidden_size over num_attention_heads")
+    if rule.all_keys and config.num_key_value_heads != config.num_attention_heads:
+        refuse("num_key_value_heads is less than num_attention_heads, and engines expect as many")
     width = config.hidden_size // config.num_attention_heads
     scale = (width if config.num_hidden_layers in rule.big else config.head_dim) ** -0.5
     ours = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
@@ -222,6 +228,8 @@ def _scaling_pairs(rope: Rope) -> dict[str, KeyValue]:
     if rope.type != "yarn":
         return {}
     pairs = {"rope.scaling.type": _text("yarn"), "rope.scaling.factor": _number(rope.factor), **original}
+    if rope.mscale_all_dim:  # DeepSeek: engines have it from a key of its own (``export.gguf_latent``)
+        return pairs
     usual = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0  # what engines apply by themselves
     if not math.isclose(rope.magnitude, usual, rel_tol=1e-7):
         pairs["rope.scaling.attn_factor"] = _number(rope.magnitude / usual)

@@ -15,6 +15,7 @@ from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, loc
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
 from trapetum.export.gguf_experts import expert_faults, expert_pairs
+from trapetum.export.gguf_latent import SplitLatents, latent_faults, latent_pairs, split_latents
 from trapetum.export.gguf_metadata import (
     file_name,
     general_pairs,
@@ -117,13 +118,17 @@ class _Planner:
                 hint=_EXPORT_SOMEWHERE,
             )
         self.family: Family = FAMILIES[self.arch.gguf]
-        self.artifact = stacked(request.artifact, self.config)
+        self.artifact = split_latents(stacked(request.artifact, self.config), self.config)
         self.names = self.arch.index(self.artifact.names())
         self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
         self.records: Mapping[str, Any] = {}
-        if isinstance(self.artifact, Artifact | StackedExperts):
+        if isinstance(self.artifact, Artifact | StackedExperts | SplitLatents):
             self.records = self.artifact.records
-        self.source = None if request.source is None else stacked(request.source, self.config)
+        self.source = (
+            None
+            if request.source is None
+            else split_latents(stacked(request.source, self.config), self.config)
+        )
         self.rotation: HadamardRotation | None = None  # of the folded tensors, all the same
         self.faults: list[str] = []
         self.notes: list[str] = []
@@ -136,6 +141,7 @@ class _Planner:
         self._check_head()
         self.faults += attention_faults(self.config, str(self.arch.gguf))
         self.faults += expert_faults(self.config, str(self.arch.gguf))
+        self.faults += latent_faults(self.config)
         if self.faults:
             raise UnsupportedModelError(
                 f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(self.faults)}",
@@ -160,6 +166,7 @@ class _Planner:
             **general_pairs(self.request.artifact, str(self.arch.gguf), title, parameters, majority),
             **model_pairs(self.config, str(self.arch.gguf)),
             **expert_pairs(self.config, str(self.arch.gguf)),
+            **latent_pairs(self.config),
             **tokenizer,
             **self._rotation_pairs(),
         }

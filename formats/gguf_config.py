@@ -70,7 +70,7 @@ def model_config(
         found = metadata.get(f"{arch}.{key}", default)
         if kind is float and isinstance(found, int):
             found = float(found)
-        if not isinstance(found, kind) or isinstance(found, bool):
+        if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
             what = "is missing" if found is None else f"is {shown(found)}"
             raise FormatError(f"{path}: the key {arch}.{key} {what}; one {kind.__name__} is needed")
         return found
@@ -98,8 +98,12 @@ def model_config(
         "rope_parameters": rope,
         "tie_word_embeddings": "lm_head.weight" not in shapes,
     }
-    config |= _expert_config(family, value, config["intermediate_size"])
-    rotated = value("rope.dimension_count", int, head_dim)
+    if family.model_type == "deepseek_v3":
+        config |= _deepseek_config(value, shapes, rope)
+    else:
+        config |= _expert_config(family, value, config["intermediate_size"])
+    rotated = value("rope.dimension_count", int, config["head_dim"])
+    head_dim = config["head_dim"]
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
     if family.model_type == "llama":
@@ -208,6 +212,38 @@ def _expert_config(family: Family, value: Callable[..., Any], intermediate: int)
         experts
     )
     return config
+
+
+def _deepseek_config(
+    value: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], rope: dict[str, Any]
+) -> dict[str, Any]:
+    """Keys of a model with latent attention: V3 where the router is a sigmoid, else V2."""
+    rotated, latent = value("rope.dimension_count", int), value("attention.kv_lora_rank", int)
+    multiplier = value("rope.scaling.yarn_log_multiplier", float, 0.0)
+    if multiplier:
+        rope["mscale"] = rope["mscale_all_dim"] = _decimal(10 * multiplier)
+    width = value("expert_feed_forward_length", int)
+    config: dict[str, Any] = {
+        "num_key_value_heads": value("attention.head_count", int),
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": value("attention.key_length_mla", int) - rotated,
+        "v_head_dim": value("attention.value_length_mla", int),
+        "kv_lora_rank": latent,
+        "q_lora_rank": value("attention.q_lora_rank", int, 0) or None,
+        "moe_intermediate_size": width,
+        "n_routed_experts": value("expert_count", int),
+        "n_shared_experts": value("expert_shared_count", int, 0),
+        "num_experts_per_tok": value("expert_used_count", int),
+        "first_k_dense_replace": value("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": _decimal(value("expert_weights_scale", float, 1.0)),
+        "norm_topk_prob": value("expert_weights_norm", bool, False),
+    }
+    if value("expert_gating_func", int, 1) == 2:
+        groups = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+        return config | {ours: value(theirs, int, 1) for ours, theirs in groups.items()}
+    config["topk_method"] = "greedy"
+    return config | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}
 
 
 def _decimal(value: float) -> float:

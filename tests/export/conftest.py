@@ -185,3 +185,9 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
         return write_model(tmp_path / f"tiny-{name}", family, **options)
 
     return make
+
+
+@pytest.fixture
+def spm() -> dict[str, Any]:
+    """See :func:`spm_tokenizer`."""
+    return spm_tokenizer()

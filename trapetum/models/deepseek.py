@@ -69,6 +69,8 @@ class LatentOptions:
             "q_lora": self.q_lora,
             "kv_lora": self.kv_lora,
             "rope": self.rope,
+            "nope": self.nope,
+            "value": self.value,
             "mla_query": self.heads * (self.nope + self.rope),
             "mla_key_value": self.heads * (self.nope + self.value),
             "mla_value": self.heads * self.value,
@@ -173,7 +175,10 @@ _LATENT_MODULES = (
     Module("q_b", "q", ATTENTION + "q_b_proj", ("mla_query", "q_lora"), where=_has_query_latent),
     Module("kv_a", "kv", ATTENTION + "kv_a_proj_with_mqa", ("kv_lora+rope", "hidden"), _BIAS, reads="q"),
     Module("kv_a_norm", "norm", ATTENTION + "kv_a_layernorm", ("kv_lora",)),
-    Module("kv_b", "kv", ATTENTION + "kv_b_proj", ("mla_key_value", "kv_lora")),
+    Module("kv_b", "kv", ATTENTION + "kv_b_proj", ("mla_key_value", "kv_lora"), form="latent=whole"),
+    # what a GGUF holds: the key half of each head transposed, and the value half
+    Module("k_b", "kv", ATTENTION + "k_b_proj", ("heads", "kv_lora", "nope"), form="latent=halves"),
+    Module("v_b", "kv", ATTENTION + "v_b_proj", ("heads", "value", "kv_lora"), form="latent=halves"),
     Module("o", "o", ATTENTION + "o_proj", ("hidden", "mla_value"), _BIAS),
 )
 

@@ -27,6 +27,8 @@ from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.deepseek import LATENT, LatentOptions
 from trapetum.runtime.attention import attend, rotate
 from trapetum.runtime.layers import Linear, Norm, Observe, Rotary, apply_all
+from trapetum.runtime.matrix import build_matrix
+from trapetum.tensors import DenseTensor
 
 if TYPE_CHECKING:
     from trapetum.runtime.weights import Weights
@@ -224,6 +226,17 @@ def build_latent_attention(weights: Weights, layer: int) -> LatentAttention:
         q_norm=Norm(weights.vector("q_a_norm", layer), _LATENT_EPS) if options.q_lora else None,
         kv_a=weights.linear("kv_a", layer),
         kv_norm=Norm(weights.vector("kv_a_norm", layer), _LATENT_EPS),
-        kv_b=weights.linear("kv_b", layer),
+        kv_b=_key_values(weights, layer, options),
         o=weights.linear("o", layer),
     )
+
+
+def _key_values(weights: Weights, layer: int, options: LatentOptions) -> Linear:
+    """``kv_b``; where a file has its halves, put together again."""
+    if weights.find("kv_b", layer) is not None:
+        return weights.linear("kv_b", layer)
+    keys, values = (
+        weights.source.load(weights.place(part, layer).name).dequantize() for part in ("k_b", "v_b")
+    )
+    rows = np.concatenate([keys.transpose(0, 2, 1), values], axis=1).reshape(-1, options.kv_lora)
+    return Linear(build_matrix(DenseTensor(rows), weights.pool, expand=weights.expand))
