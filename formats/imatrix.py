@@ -10,7 +10,8 @@ Three forms, told apart by their first bytes (docs/formats/imatrix.md has the by
 
 Everything is asked for by the checkpoint's name of a weight. An expert that saw no token takes the mean of the experts
 that did, weighted by their tokens; it never discards the others. Values that are negative, NaN or infinite are refused
-by name: each of them once became NaN in somebody's weights.
+by name: each of them once became NaN in somebody's weights. A stack of experts, quantized as one tensor, takes the
+mean of all that saw tokens.
 
 Source: llama.cpp, tools/imatrix/imatrix.cpp and tools/quantize/quantize.cpp.
 """
@@ -53,14 +54,19 @@ _MOST_TOKENS = 10**18
 
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_(exps|shexp)\.weight$")
 _HF_EXPERT = re.compile(r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
+_HF_STACK = re.compile(
+    r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate|up|down|gate_up)_proj(\.weight)?$"
+)
 _HF_SHARED = re.compile(r"^(.*\.)?layers\.(\d+)\.mlp\.shared_experts?\.(gate|up|down)_proj\.weight$")
 _EXPERT_PARTS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
 
 
-def _located(name: str) -> tuple[str, int]:
-    """(GGUF name, expert) of a checkpoint's weight; its own name where GGUF has none."""
+def _located(name: str) -> tuple[str, int | None]:
+    """(GGUF name, expert, None for a stack of all) of a checkpoint's weight; its own name where GGUF has none."""
+    if found := _HF_STACK.match(name):
+        return f"blk.{found[2]}.ffn_{found[3].partition('_')[0]}_exps.weight", None
     if found := _HF_EXPERT.match(name):
         part = _EXPERT_PARTS.get(found[4])
         if part is not None:
@@ -176,7 +182,7 @@ class ImatrixFile(InputStatistics):
                 hint="The file belongs to another model.",
             )
         matrices = entry.values.reshape(-1, in_features)
-        if expert >= len(matrices):
+        if expert is not None and expert >= len(matrices):
             raise FormatError(f"{self.path}: {key} has {len(matrices)} experts; {name} is number {expert}")
         if "_exps." not in key and len(matrices) != 1:
             raise FormatError(
@@ -186,7 +192,7 @@ class ImatrixFile(InputStatistics):
         counts = np.broadcast_to(entry.counts, (len(matrices),)) if entry.counts.size == 1 else entry.counts
         if counts.size != len(matrices):
             raise FormatError(f"{self.path}: {key} has {counts.size} counts for {len(matrices)} matrices")
-        if counts[expert] > 0:
+        if expert is not None and counts[expert] > 0:
             own: NDArray[np.float32] = matrices[expert]
             return own
         if not counts.any():
@@ -390,7 +396,7 @@ def write_imatrix(
     list of str
         Weights that have no GGUF name and were left out.
     """
-    stacks: dict[str, dict[int, tuple[NDArray[Any], int]]] = {}
+    stacks: dict[str, dict[int | None, tuple[NDArray[Any], int]]] = {}
     left_out = []
     for name, value in squares.items():
         key, expert = _located(name)
@@ -401,7 +407,7 @@ def write_imatrix(
     most = max((count for stack in stacks.values() for _, count in stack.values()), default=0)
     arrays = {}
     for key, stack in sorted(stacks.items()):
-        members = [stack[expert] for expert in sorted(stack)]
+        members = [stack[expert] for expert in sorted(stack, key=lambda e: e or 0)]
         arrays[f"{key}.in_sum2"] = np.stack([np.asarray(sums, np.float32) for sums, _ in members])
         arrays[f"{key}.counts"] = np.array([[count] for _, count in members], np.float32)
     with GgufWriter(Path(path), replace=replace) as writer:

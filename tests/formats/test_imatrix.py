@@ -92,6 +92,8 @@ def test_an_expert_without_tokens_takes_the_mean_of_the_others(tmp_path: Path) -
             10.0,
             20.0,
         ]
+        for stack in ("experts.down_proj.weight", "experts.down_proj"):  # the mean square over all tokens
+            assert file.diagonal(f"model.layers.2.mlp.{stack}", 2).tolist() == [8.0, 16.0]
         with pytest.raises(FormatError, match="3 experts"):
             file.diagonal("model.layers.2.mlp.experts.3.down_proj.weight", 2)
 
