@@ -22,6 +22,7 @@ DEVICE float widen(act x) { return to_float<BF16>(x); }
 DEVICE act narrow(float x) { return BF16 ? float_to_bfloat(x) : float_to_half(x); }
 
 #define NORM_RUN 16        // numbers of the residual stream that a thread keeps
+#define IN_FLIGHT 4        // positions that a lane loads before it uses the first: one latency, not four
 #define GROUP_TILE 4         // query heads that share a pass over the values
 #define INFINITE __int_as_float(0x7f800000)  // no <math.h> here
 #define CHUNK 128           // positions of one attention split
@@ -77,19 +78,26 @@ extern "C" __global__ void __launch_bounds__(1024) add_norm(float* h, const floa
         scale = 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps);
         squares = 0.0f;
     }
+    // Every load before the first store: h and delta could be one array for all that the compiler knows.
 #pragma unroll
     for (int j = 0; j < NORM_RUN; ++j) {
         int i = threadIdx.x + j * blockDim.x;
-        v[j] = 0.0f;
-        if (i < hidden) {
-            v[j] = row[i];
-            if (delta) {
-                v[j] += delta_weight ? delta[i] * scale * delta_weight[i] : delta[i];
-                row[i] = v[j];
-            }
-        }
-        squares += v[j] * v[j];
+        v[j] = i < hidden ? row[i] : 0.0f;
     }
+    if (delta) {
+#pragma unroll
+        for (int j = 0; j < NORM_RUN; ++j) {
+            int i = threadIdx.x + j * blockDim.x;
+            if (i < hidden) v[j] += delta_weight ? delta[i] * scale * delta_weight[i] : delta[i];
+        }
+#pragma unroll
+        for (int j = 0; j < NORM_RUN; ++j) {
+            int i = threadIdx.x + j * blockDim.x;
+            if (i < hidden) row[i] = v[j];
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < NORM_RUN; ++j) squares += v[j] * v[j];
     float rms = weight ? 1.0f / sqrtf(block_sum(squares, shared) / hidden + eps) : 1.0f;
 #pragma unroll
     for (int j = 0; j < NORM_RUN; ++j) {
@@ -216,24 +224,33 @@ extern "C" __global__ void attend_step(const float* yq, const float* yk, const f
     int part = thread % lanes, row = thread / lanes;
     bool inside = part * 8 < D;
     int count = high - low;
-    for (int at = 0; at < count; at += rows) {
-        int p = at + row;
-        bool there = p < count;
-        float k[8];
-        if (there && inside) {
-            uint4 raw = *reinterpret_cast<const uint4*>(keys + (line + low + p) * D + part * 8);
-            const act* eight = reinterpret_cast<const act*>(&raw);
-            for (int e = 0; e < 8; ++e) k[e] = widen(eight[e]);
-        } else {
-            for (int e = 0; e < 8; ++e) k[e] = 0.0f;
+    for (int at = row; at - row < count; at += rows * IN_FLIGHT) {
+        uint4 raw[IN_FLIGHT];
+#pragma unroll
+        for (int f = 0; f < IN_FLIGHT; ++f) {
+            int p = at + f * rows;
+            raw[f] = make_uint4(0, 0, 0, 0);
+            if (p < count && inside) raw[f] = *reinterpret_cast<const uint4*>(keys + (line + low + p) * D + part * 8);
         }
         for (int g = 0; g < group; ++g) {
             const float* one = queries + (inside ? g * D + part * 8 : 0);
-            float dot = 0.0f;
-            for (int e = 0; e < 8; ++e) dot += one[e] * k[e];
+            float dot[IN_FLIGHT];
+#pragma unroll
+            for (int f = 0; f < IN_FLIGHT; ++f) {
+                const act* eight = reinterpret_cast<const act*>(&raw[f]);
+                dot[f] = 0.0f;
+#pragma unroll
+                for (int e = 0; e < 8; ++e) dot[f] += one[e] * widen(eight[e]);
+            }
             for (int offset = lanes >> 1; offset; offset >>= 1)
-                dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-            if (part == 0 && there) scores[g * CHUNK + p] = cap > 0.0f ? cap * tanhf(dot / cap) : dot;
+#pragma unroll
+                for (int f = 0; f < IN_FLIGHT; ++f) dot[f] += __shfl_xor_sync(0xffffffffu, dot[f], offset);
+            if (part == 0)
+#pragma unroll
+                for (int f = 0; f < IN_FLIGHT; ++f) {
+                    int p = at + f * rows;
+                    if (p < count) scores[g * CHUNK + p] = cap > 0.0f ? cap * tanhf(dot[f] / cap) : dot[f];
+                }
         }
     }
     __syncthreads();
@@ -260,14 +277,24 @@ extern "C" __global__ void attend_step(const float* yq, const float* yk, const f
         for (int g = 0; g < GROUP_TILE; ++g)
 #pragma unroll
             for (int e = 0; e < 8; ++e) total[g][e] = 0.0f;
-        for (int p = row; p < count && inside; p += rows) {
-            uint4 raw = *reinterpret_cast<const uint4*>(values + (line + low + p) * D + part * 8);
-            const act* eight = reinterpret_cast<const act*>(&raw);
+        for (int at = row; at < count && inside; at += rows * IN_FLIGHT) {
+            uint4 raw[IN_FLIGHT];
 #pragma unroll
-            for (int g = 0; g < GROUP_TILE; ++g) {
-                float weight = base + g < group ? scores[(base + g) * CHUNK + p] : 0.0f;
+            for (int f = 0; f < IN_FLIGHT; ++f) {
+                int p = at + f * rows;
+                raw[f] = make_uint4(0, 0, 0, 0);
+                if (p < count) raw[f] = *reinterpret_cast<const uint4*>(values + (line + low + p) * D + part * 8);
+            }
 #pragma unroll
-                for (int e = 0; e < 8; ++e) total[g][e] += weight * widen(eight[e]);
+            for (int f = 0; f < IN_FLIGHT; ++f) {
+                const act* eight = reinterpret_cast<const act*>(&raw[f]);
+                int p = at + f * rows;
+#pragma unroll
+                for (int g = 0; g < GROUP_TILE; ++g) {
+                    float weight = base + g < group && p < count ? scores[(base + g) * CHUNK + p] : 0.0f;
+#pragma unroll
+                    for (int e = 0; e < 8; ++e) total[g][e] += weight * widen(eight[e]);
+                }
             }
         }
 #pragma unroll

@@ -114,7 +114,7 @@ class DenseCardMatrix:
         """See :class:`CardMatrix`."""
         kernel = kernels("decoder_f16")["embed_dense"]
         arguments = (self.weight, ids, out, np.int32(self.in_features), np.float32(1).view(np.int32))
-        kernel.launch((ids.shape[0],), 256, arguments, 0, stream)
+        kernel.launch((ids.shape[0],), 1024, arguments, 0, stream)
         return out
 
 
