@@ -68,6 +68,7 @@ class Form:
 
 
 def half(values: F32) -> NDArray[np.float16]:
+    """float16 of float32 values; what is beyond its range becomes its largest number."""
     return np.clip(values, -F16_MAX, F16_MAX).astype(np.float16)
 
 
@@ -92,6 +93,14 @@ def _ratio(a: NDArray[np.float64], b: NDArray[np.float64]) -> F32:
 
 # ---------------------------------------------------------------------------- one scale a block
 def one_scale(x: F32, w: F32, form: Form) -> Parts:
+    """Blocks with one scale: the codes and the scale with the least weighted squared error.
+
+    Parameters
+    ----------
+    x, w : ndarray of float32, shape (values of a lane, lanes)
+        Weights and their importance.
+    form : Form
+    """
     from trapetum.quantize import block_passes as passes
 
     grid = (form.table, np.float32(form.low), np.float32(form.high))
@@ -114,11 +123,27 @@ def one_scale(x: F32, w: F32, form: Form) -> Parts:
 
 
 def signed_codes(x: F32, w: F32, form: Form) -> Parts:
+    """As :func:`one_scale`, for types that store signed codes.
+
+    Parameters
+    ----------
+    x, w : ndarray of float32, shape (values of a lane, lanes)
+        Weights and their importance.
+    form : Form
+    """
     parts = one_scale(x, w, form)
     return {"d": parts["d"], "codes": (parts["codes"].astype(np.int16) + form.low).astype(np.int8)}
 
 
 def scale_and_offset(x: F32, w: F32, form: Form) -> Parts:
+    """Blocks with a scale and an offset.
+
+    Parameters
+    ----------
+    x, w : ndarray of float32, shape (values of a lane, lanes)
+        Weights and their importance.
+    form : Form
+    """
     from trapetum.quantize import block_passes as passes
 
     lanes, high = x.shape[1], np.float32(form.high)
@@ -144,6 +169,14 @@ def scale_and_offset(x: F32, w: F32, form: Form) -> Parts:
 
 # ---------------------------------------------------------------------------- integer scales of sub-blocks
 def scaled_super(x: F32, w: F32, form: Form) -> Parts:
+    """Super-blocks whose sub-blocks have an integer scale each, all times one float16.
+
+    Parameters
+    ----------
+    x, w : ndarray of float32, shape (values of a lane, lanes)
+        Weights and their importance.
+    form : Form
+    """
     from trapetum.quantize import block_passes as passes
 
     grid = (form.table, np.float32(form.low), np.float32(form.high))
@@ -178,6 +211,14 @@ def scaled_super(x: F32, w: F32, form: Form) -> Parts:
 
 
 def affine_super(x: F32, w: F32, form: Form) -> Parts:
+    """Super-blocks whose sub-blocks have an integer scale and offset each, all times two float16.
+
+    Parameters
+    ----------
+    x, w : ndarray of float32, shape (values of a lane, lanes)
+        Weights and their importance.
+    form : Form
+    """
     from trapetum.quantize import block_passes as passes
 
     lanes, per, high, most = x.shape[1], form.per, np.float32(form.high), form.scales[1]
