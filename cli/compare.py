@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Json, TextFile, Threads, read_text
+from trapetum.cli.options import Context, Debug, Device, Experts, Json, TextFile, Threads, read_text
 from trapetum.cli.output import emit, fields
 from trapetum.cli.progress import terminal_progress
 
@@ -20,6 +20,7 @@ def compare(
     text: TextFile,
     ctx: Context = 512,
     device: Device = "cpu",
+    experts: Experts = "card",
     threads: Threads = None,
     json: Json = False,
     debug: Debug = False,
@@ -29,7 +30,10 @@ def compare(
     from trapetum.runtime.model import load
 
     words = read_text(text)
-    with load(a, device=device, threads=threads) as first, load(b, device=device, threads=threads) as second:
+    with (
+        load(a, device=device, threads=threads, experts=experts) as first,
+        load(b, device=device, threads=threads, experts=experts) as second,
+    ):
         result = measure(first, second, words, ctx=ctx, progress=terminal_progress())
     emit(result, lambda: _text(result), as_json=json)
 

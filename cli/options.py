@@ -276,7 +276,17 @@ Threads = Annotated[
     option("--threads", parse=whole(1), help="Threads; all cores of this process by default.", metavar="N"),
 ]
 Device = Annotated[
-    str, option("--device", parse=choice("cpu"), help="Where to compute: cpu.", metavar="NAME")
+    str,
+    option("--device", parse=choice("cpu", "cuda"), help="Where to compute: cpu or cuda.", metavar="NAME"),
+]
+Experts = Annotated[
+    str,
+    option(
+        "--experts",
+        parse=choice("card", "cpu"),
+        help="With --device cuda, where routed experts run: card, or cpu in host memory.",
+        metavar="NAME",
+    ),
 ]
 Context = Annotated[int, option("--ctx", parse=whole(2), help="Tokens in a window.", metavar="N")]
 TextFile = Annotated[

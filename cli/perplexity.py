@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Json, TextFile, Threads, choice, option, read_text
+from trapetum.cli.options import (
+    Context,
+    Debug,
+    Device,
+    Experts,
+    Json,
+    TextFile,
+    Threads,
+    choice,
+    option,
+    read_text,
+)
 from trapetum.cli.output import emit
 from trapetum.cli.progress import terminal_progress
 
@@ -28,6 +39,7 @@ def perplexity(
         ),
     ] = "all",
     device: Device = "cpu",
+    experts: Experts = "card",
     threads: Threads = None,
     json: Json = False,
     debug: Debug = False,
@@ -37,7 +49,7 @@ def perplexity(
     from trapetum.runtime.model import load
 
     words = read_text(text)
-    with load(path, device=device, threads=threads) as model:
+    with load(path, device=device, threads=threads, experts=experts) as model:
         result = measure(model, words, ctx=ctx, score=score, progress=terminal_progress())
     line = "perplexity {ppl:.4f}, nll {nll:.6f} nats a token, {tokens:,} tokens (ctx {ctx}, score {score})"
     emit(result, lambda: line.format(**result), as_json=json)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Device, Threads, choice, option, real, utf8_argument, whole
+from trapetum.cli.options import Debug, Device, Experts, Threads, choice, option, real, utf8_argument, whole
 from trapetum.cli.output import note, stream
 
 __all__ = ["run"]
@@ -59,13 +59,16 @@ def run(
         ),
     ] = "f32",
     device: Device = "cpu",
+    experts: Experts = "card",
     threads: Threads = None,
     debug: Debug = False,
 ) -> None:
     """Generate text: text to stdout as it comes, speed to stderr."""
     from trapetum.runtime.model import load
 
-    with load(path, device=device, threads=threads, precision=precision, cache_type=cache_type) as model:
+    with load(
+        path, device=device, threads=threads, precision=precision, cache_type=cache_type, experts=experts
+    ) as model:
         if chat:
             text = model.tokenizer.chat([{"role": "user", "content": prompt}])
             ids = model.tokenizer.encode(text)
