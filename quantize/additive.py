@@ -28,21 +28,42 @@ Importance = Hessian | Floats | None
 
 
 class _Effort(NamedTuple):
-    """Vectors of the sample, rounds of the fit, choices kept by the beam search, passes over the rows, rate."""
+    """How long to search.
+
+    Parameters
+    ----------
+    vectors : int
+        Of the sample.
+    rounds : int
+        Of the fit.
+    beam : int
+        Choices that the search keeps.
+    passes : int
+        Over the rows, each with better scales.
+    rate : float
+        Weights a second.
+    refits : int
+        Of the codebooks under the second moment of the inputs.
+    sweeps : int
+        Of coordinate descent under it.
+    """
 
     vectors: int
     rounds: int
     beam: int
     passes: int
     rate: float
+    refits: int
+    sweeps: int
 
 
 # The rate is that of a tensor of 16 M weights and two codebooks, the fit included; see ``scheme.Scheme.rate``.
 _EFFORTS = {
-    "fast": _Effort(1 << 16, 4, 8, 1, 3.5e6),
-    "default": _Effort(1 << 18, 10, 16, 1, 1.6e6),
-    "high": _Effort(1 << 19, 20, 32, 2, 0.5e6),
+    "fast": _Effort(1 << 16, 4, 8, 1, 3.5e6, refits=1, sweeps=0),
+    "default": _Effort(1 << 18, 10, 16, 1, 1.6e6, refits=2, sweeps=0),
+    "high": _Effort(1 << 19, 20, 32, 2, 0.5e6, refits=4, sweeps=1),
 }
+_REFIT_ROWS, _REFIT_STEPS = 1024, 16
 _CHUNK_WEIGHTS = 1 << 20
 # A row's scale is its root mean square, refitted: within these bounds it is a normal float16.
 _LEAST, _MOST = 2.0**-13, 2.0**14
@@ -103,28 +124,45 @@ class Additive(Scheme):
         found = _root_mean_squares(block)
         return bool(((found > _MOST) | ((found < _LEAST) & (found > 0))).any())
 
-    def fit(self, rows: int, read: Callable[[slice], NDArray[Any]], seed: int) -> FittedAdditive:
-        """Fit the codebooks to rows that the seed chooses; see :meth:`Scheme.fit`."""
+    def fit(
+        self, rows: int, read: Callable[[slice], NDArray[Any]], seed: int, importance: Importance = None
+    ) -> FittedAdditive:
+        """Fit the codebooks to rows that the seed chooses; see :meth:`Scheme.fit`.
+
+        With ``importance`` they are fitted once more, to the codes of some rows under it.
+        """
+        from trapetum.quantize.additive_feedback import Weighted, refit
         from trapetum.quantize.additive_fit import fit_codebooks
 
         effort = _EFFORTS[self.effort]
         rng = np.random.default_rng(seed)
-        groups = read(slice(0, 1)).shape[1] // GROUP
+        width = read(slice(0, 1)).shape[1]
+        groups = width // GROUP
         chosen = np.sort(rng.choice(rows, min(rows, -(-effort.vectors // groups)), replace=False))
         runs = np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1)
         blocks = [read(slice(int(r[0]), int(r[-1]) + 1)).astype(np.float32) for r in runs]
         sample = np.concatenate(blocks)
         scales = _root_mean_squares(sample)
-        weights = np.repeat(np.square(scales.astype(np.float64)), groups)
-        codebooks = fit_codebooks(
+        weights = np.repeat(np.square(scales.astype(np.float64)), groups).reshape(-1, groups)
+        if importance is not None:
+            weights *= Weighted(np.zeros((1, ENTRIES, GROUP), np.float32), importance, width).weights
+        books = fit_codebooks(
             _divided(sample, scales).reshape(-1, GROUP),
-            weights,
+            weights.reshape(-1),
             self.num_codebooks,
             beam=effort.beam,
             rounds=effort.rounds,
             rng=rng,
         )
-        return FittedAdditive(self.num_codebooks, self.effort, codebooks=codebooks)
+        if importance is not None:
+            values, scales = sample[:_REFIT_ROWS], scales[:_REFIT_ROWS]
+            for _ in range(effort.refits):
+                metric = Weighted(books, importance, width)
+                codes = metric.encode(_divided(values, scales).reshape(-1, GROUP), effort.beam)
+                sums = metric.decode(codes).reshape(values.shape)
+                best = _best_scales(values, sums, metric.under(sums))
+                books = refit(metric, books, codes, values, best, _REFIT_STEPS)
+        return FittedAdditive(self.num_codebooks, self.effort, codebooks=books.astype(np.float16))
 
     def quantize(
         self,
@@ -135,7 +173,7 @@ class Additive(Scheme):
         seed: int = 0,
     ) -> AdditiveTensor:
         """Fit codebooks to these rows and encode them."""
-        fitted = self.fit(weight.shape[0], lambda rows: weight[rows], seed)
+        fitted = self.fit(weight.shape[0], lambda rows: weight[rows], seed, importance)
         return fitted.quantize(weight, importance, wide=wide)
 
     def errors(
@@ -187,11 +225,9 @@ class FittedAdditive(Additive):
 
         effort = _EFFORTS[self.effort]
         rows, in_features = weight.shape
-        encoder = (
-            Encoder(self.codebooks)
-            if importance is None
-            else Weighted(self.codebooks, importance, in_features)
-        )
+        encoder: Encoder | Weighted = Encoder(self.codebooks)
+        if importance is not None:
+            encoder = Weighted(self.codebooks, importance, in_features)
         codes = np.empty((self.num_codebooks, in_features // GROUP, rows), np.uint8)
         scales = np.empty(rows, scale_dtype(wide))
         for part in _chunks(weight):
@@ -199,7 +235,7 @@ class FittedAdditive(Additive):
             divisors = _root_mean_squares(values)
             for _ in range(effort.passes):
                 vectors = _divided(values, divisors).reshape(-1, GROUP)
-                found = encoder.encode(vectors, effort.beam)
+                found = encoder.encode(vectors, effort.beam, effort.sweeps)
                 sums = encoder.decode(found).reshape(values.shape)
                 best = _best_scales(values, sums, encoder.under(sums))
                 divisors = best.astype(scales.dtype).astype(np.float32)

@@ -49,13 +49,15 @@ class Encoder:
         for table, (i, j) in zip(self._cross, pairs, strict=True):
             np.matmul(np.float32(2) * measured[i], books[j].T, out=table)
 
-    def encode(self, targets: Floats, beam: int) -> NDArray[np.uint8]:
+    def encode(self, targets: Floats, beam: int, sweeps: int = 0) -> NDArray[np.uint8]:
         """Entries for each target.
 
         Parameters
         ----------
         targets : ndarray of float32, shape (n, 8)
         beam : int
+        sweeps : int
+            Without a moment between vectors there is nothing to sweep.
 
         Returns
         -------
@@ -88,7 +90,7 @@ def fit_codebooks(
     beam: int,
     rounds: int,
     rng: np.random.Generator,
-) -> NDArray[np.float16]:
+) -> Floats:
     """Codebooks for a weighted sample of vectors; see the module.
 
     Parameters
@@ -107,7 +109,7 @@ def fit_codebooks(
 
     Returns
     -------
-    ndarray of float16, shape (count, 256, 8)
+    ndarray of float32, shape (count, 256, 8)
     """
     total = float(weights.sum())
     weights = weights / (total / len(weights)) if total else np.ones_like(weights)
@@ -115,7 +117,7 @@ def fit_codebooks(
     for _ in range(rounds):
         codes = Encoder(books).encode(vectors, beam)
         books = _least_squares(books, codes, vectors, weights)
-    return books.astype(np.float16)
+    return books
 
 
 def _residual_kmeans(

@@ -42,7 +42,12 @@ class Fits:
             if found is None:
                 plan = self._plan
                 seed = tensor_seed(plan.recipe.seed, row.name)
-                found = row.scheme.fit(matrix_shape(row.shape)[0], lambda rows: plan.values(row, rows), seed)
+                found = row.scheme.fit(
+                    matrix_shape(row.shape)[0],
+                    lambda rows: plan.aimed(row, rows, plan.values(row, rows)),
+                    seed,
+                    plan.importance(row),
+                )
                 plan.source.release(row.name)
                 with self._guard:
                     self._found[row.name] = found

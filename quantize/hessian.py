@@ -112,8 +112,12 @@ class Hessian:
 
     moment: NDArray[Any]
     tokens: int
-    _factors: dict[tuple[int, bool], Factor] = field(default_factory=dict, init=False, repr=False)
-    _damped: dict[bool, NDArray[np.float32]] = field(default_factory=dict, init=False, repr=False)
+    _factors: dict[tuple[int, bool, float | None], Factor] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _damped: dict[tuple[bool, float | None], NDArray[np.float32]] = field(
+        default_factory=dict, init=False, repr=False
+    )
     _lock: Lock = field(default_factory=Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,29 +145,41 @@ class Hessian:
     @cached_property
     def order(self) -> NDArray[np.intp]:
         """Inputs by falling mean square: what matters most is coded first, while the rest can still make up for it."""
-        return np.argsort(-self.diagonal, kind="stable")
+        return self.falling(1)
 
-    def shared(self, group: int = 1, *, ordered: bool = False) -> Factor:
-        """:meth:`factor` with the default damping, made once and kept: row blocks on many threads ask for it.
+    def falling(self, group: int) -> NDArray[np.intp]:
+        """Groups of neighbouring inputs by falling mean square, intp [in_features // group]."""
+        means = self.diagonal.reshape(-1, group).mean(axis=1)
+        return np.argsort(-means, kind="stable")
+
+    def shared(self, group: int = 1, *, ordered: bool = False, damping: float | None = None) -> Factor:
+        """:meth:`factor`, made once and kept: row blocks on many threads ask for it.
 
         Parameters
         ----------
         group : int
         ordered : bool
-            Whether in :attr:`order`.
+            Whether its groups are those of :meth:`falling`.
+        damping : float, optional
+            See :meth:`damped`.
         """
         with self._lock:
-            key = (group, ordered)
+            key = (group, ordered, damping)
             if key not in self._factors:
-                self._factors[key] = self.factor(group, order=self.order if ordered else None)
+                order = (
+                    (self.falling(group)[:, None] * group + np.arange(group)).reshape(-1) if ordered else None
+                )
+                self._factors[key] = self.factor(group, damping=damping, order=order)
             return self._factors[key]
 
-    def shared_damped(self, *, ordered: bool = False) -> NDArray[np.float32]:
-        """:meth:`damped` with the default damping as float32, made once and kept."""
+    def shared_damped(self, *, ordered: bool = False, damping: float | None = None) -> NDArray[np.float32]:
+        """:meth:`damped` as float32, made once and kept; inputs in :attr:`order` where asked for."""
         with self._lock:
-            if ordered not in self._damped:
-                self._damped[ordered] = self.damped(order=self.order if ordered else None).astype(np.float32)
-            return self._damped[ordered]
+            key = (ordered, damping)
+            if key not in self._damped:
+                order = self.order if ordered else None
+                self._damped[key] = self.damped(damping, order).astype(np.float32)
+            return self._damped[key]
 
     def damped(
         self, damping: float | None = None, order: NDArray[np.intp] | None = None

@@ -93,7 +93,9 @@ class Scheme(ABC):
         """
         return False
 
-    def fit(self, rows: int, read: Callable[[slice], NDArray[Any]], seed: int) -> Scheme:
+    def fit(
+        self, rows: int, read: Callable[[slice], NDArray[Any]], seed: int, importance: Importance = None
+    ) -> Scheme:
         """What the rows of one tensor share is settled, from a sample of them; the scheme itself by default.
 
         Parameters
@@ -104,6 +106,8 @@ class Scheme(ABC):
             A row block: bfloat16, float16 or float32 [rows, in_features].
         seed : int
             Seed of this tensor.
+        importance : Hessian, or ndarray of float32, shape (in_features,), optional
+            As for :meth:`quantize`.
 
         Returns
         -------

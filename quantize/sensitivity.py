@@ -118,7 +118,7 @@ def _error(
     read: Callable[[slice], NDArray[Any]],
     rows: int,
 ) -> float:
-    fitted = scheme if scheme.row_independent else scheme.fit(rows, read, seed)
+    fitted = scheme if scheme.row_independent else scheme.fit(rows, read, seed, importance)
     found = fitted.quantize(values, importance, wide=scheme.wide(values), seed=seed)
     return _loss(values.astype(np.float64) - found.dequantize(slice(None)), importance)
 
