@@ -172,9 +172,11 @@ class Mxfp4Checkpoint(GptOssCheckpoint):
             elif len(shape) < 3 or shape[-1] != _GROUP // 2 or self.inner.shape(scales) != shape[:-1]:
                 faults.append(f"{name} is {list(shape)} with scales {list(self.inner.shape(scales))}")
             else:
-                for logical, (_, half, bias) in (
-                    _read_as(stem) or {_weight(stem): _Origin(stem, None, False)}
-                ).items():
+                meant = _read_as(stem) or {_weight(stem): _Origin(stem, None, False)}
+                if shape[-3] % len(meant):
+                    faults.append(f"{name} is {list(shape)}, whose rows do not alternate in pairs")
+                    continue
+                for logical, (_, half, bias) in meant.items():
                     origin = _Origin(name, half, bias)
                     self._add(logical, origin)
                     found[logical] = (*shape[:-3], shape[-3] // origin.parts, shape[-2] * _GROUP)

@@ -179,6 +179,13 @@ def test_other_matrices_may_be_packed(tmp_path: Path) -> None:
     [
         ({"down_proj_scales": None}, "down_proj_blocks has no scales"),
         ({"down_proj_scales": np.zeros((EXPERTS, HIDDEN, 5), np.uint8)}, "down_proj_blocks is"),
+        (
+            {
+                "gate_up_proj_blocks": np.zeros((EXPERTS, 3, 4, 16), np.uint8),
+                "gate_up_proj_scales": np.zeros((EXPERTS, 3, 4), np.uint8),
+            },
+            "alternate in pairs",
+        ),
         ({"gate_up_proj_bias": np.zeros((EXPERTS, 2, WIDTH), np.float32)}, "gate_up_proj_bias is"),
     ],
 )
