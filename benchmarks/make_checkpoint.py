@@ -103,6 +103,7 @@ def make_checkpoint(
         "vocab_size": 32_000,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +42,10 @@ def bench(
         list[str] | None,
         option("--scheme", metavar="NAME", help="Only this scheme; may be repeated. All by default."),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="PATH", help="Also run this model: first token, tokens a second."),
+    ] = None,
     pool: Annotated[
         int, option("--pool", parse=whole(1), metavar="MIB", help="MiB of weights for each kernel.")
     ] = 256,
@@ -55,6 +60,7 @@ def bench(
     """Time the decoders against memory, float32 BLAS and llama.cpp's kernels."""
     from trapetum.runtime.bench import bench_cpu
     from trapetum.runtime.bench_cases import SCHEMES
+    from trapetum.runtime.bench_model import bench_model
 
     report = bench_cpu(
         shapes or [(4096, 4096)],
@@ -66,6 +72,8 @@ def bench(
         cpu_time=cpu_time,
         progress=terminal_progress(),
     )
+    if model is not None:
+        report["model"] = bench_model(model, threads=threads)
     emit(report, lambda: text(report), as_json=json)
 
 
@@ -81,6 +89,12 @@ def text(report: dict[str, Any]) -> str:
         lines.append(table(header, [_row(kernel) for kernel in shape["kernels"]], right=range(1, 7)))
     if "llama" in report:
         lines.append(report["llama"])
+    if "model" in report:
+        m = report["model"]
+        lines.append(
+            f"{m['path']}: first token of a prompt of {m['prompt']} after {m['first_token_seconds']:.3f} s "
+            f"({m['first_start_seconds']:.1f} s at first start), then {m['tokens_per_second']:.1f} tokens/s"
+        )
     return "\n".join(lines)
 
 

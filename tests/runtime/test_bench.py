@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def test_report_is_json_and_consistent() -> None:
         rounds=3,
         schemes=["codebook K=16", "ternary"],
         pool_bytes=4 << 20,
-        llama=False,
+        llama=(),
     )
     report = json.loads(json.dumps(report))
     (shape,) = report["shapes"]
@@ -55,6 +56,26 @@ def test_report_is_json_and_consistent() -> None:
             row["bytes_per_second"]
         )
         assert row["share_of_arithmetic"] > 0
+        assert len(row["rounds"]) == 3
+
+
+def test_a_prompt_is_timed_without_the_cached_kernels() -> None:
+    report = bench_cpu([(64, 256)], tokens=20, threads=1, rounds=1, schemes=["Q4_0"], pool_bytes=1 << 16)
+    rows = {row["name"]: row for row in report["shapes"][0]["kernels"]}
+    assert list(rows) == ["read", "fp32 BLAS", "Q4_0"]
+    assert rows["Q4_0"]["weights_per_second"] * rows["Q4_0"]["seconds"] == pytest.approx(64 * 256 * 20)
+
+
+def test_a_model_is_timed(demo_model: Path) -> None:
+    from trapetum.runtime.bench_model import bench_model
+
+    found = bench_model(demo_model, threads=1, prompt=3, tokens=4, rounds=1)
+    json.dumps(found)
+    assert (found["prompt"], found["tokens"], found["threads"]) == (3, 4, 1)
+    assert 0 < found["first_token_seconds"] <= found["first_start_seconds"]
+    assert found["tokens_per_second"] > 0
+    with pytest.raises(RecipeError, match="rounds"):
+        bench_model(demo_model, rounds=0)
 
 
 def test_every_scheme_builds() -> None:
@@ -83,7 +104,7 @@ def test_llama_products_are_what_they_say() -> None:
             exact = BlockTensor(name, blocks).dequantize().astype(np.float64) @ x
             difference = np.linalg.norm(llama_product(name, blocks, x) - exact)
             assert difference <= 2e-2 * np.linalg.norm(exact)
-        for case in llama_cases(128, 256, Pool(2), 1 << 18):
+        for case in llama_cases(LLAMA_TYPES, 128, 256, Pool(2), 1 << 18):
             case.run(3)
     except KernelUnavailable as error:
         pytest.skip(error.message)

@@ -61,7 +61,7 @@ def bench_cpu(
     rounds: int = 15,
     schemes: Sequence[str] = tuple(SCHEMES),
     pool_bytes: int = POOL_BYTES,
-    llama: bool = True,
+    llama: Sequence[str] | None = None,
     cpu_time: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -79,8 +79,9 @@ def bench_cpu(
         Of ``SCHEMES``.
     pool_bytes : int
         Of every case's weights; more than the last-level cache.
-    llama : bool
-        Also time llama.cpp's row products (one token), where PyPI ``xllamacpp`` is installed.
+    llama : sequence of str, optional
+        Types of llama.cpp whose row products are timed too, for one token, where PyPI ``xllamacpp`` is installed; all
+        of ``bench_llama.LLAMA_TYPES`` when omitted.
     cpu_time : bool
         Time of the process instead of the wall: for a busy machine, and one thread.
     progress : Progress, optional
@@ -90,7 +91,7 @@ def bench_cpu(
     dict
         JSON: ``machine`` and ``shapes``, each with a list ``kernels`` of ``name``, ``seconds`` (median),
         ``weights_per_second`` (times tokens), ``bytes_per_second``, ``share_of_bandwidth``,
-        ``share_of_arithmetic``, ``ratio_to_blas``.
+        ``share_of_arithmetic``, ``ratio_to_blas``, and ``rounds``: the seconds of each.
 
     Raises
     ------
@@ -126,8 +127,8 @@ def bench_cpu(
             cases = [read_case(pool, pool_bytes), blas_case(rows, count, tokens, pool_bytes)]
             for name in schemes:
                 cases += matrix_cases(name, rows, count, tokens, pool, pool_bytes)
-            if llama and tokens == 1:
-                cases += _llama(rows, count, pool, pool_bytes, report)
+            if tokens == 1:
+                cases += _llama(llama, rows, count, pool, pool_bytes, report)
             found = _summary(cases, interleave(cases, rounds, clock), tokens)
             report["shapes"].append({"rows": rows, "in_features": count, "kernels": found})
             progress.advance(1)
@@ -135,11 +136,13 @@ def bench_cpu(
     return report
 
 
-def _llama(rows: int, count: int, pool: Pool, pool_bytes: int, report: dict[str, Any]) -> list[Case]:
-    from trapetum.runtime.bench_llama import llama_cases
+def _llama(
+    types: Sequence[str] | None, rows: int, count: int, pool: Pool, pool_bytes: int, report: dict[str, Any]
+) -> list[Case]:
+    from trapetum.runtime.bench_llama import LLAMA_TYPES, llama_cases
 
     try:
-        return llama_cases(rows, count, pool, pool_bytes)
+        return llama_cases(LLAMA_TYPES if types is None else types, rows, count, pool, pool_bytes)
     except KernelUnavailable as error:
         report["llama"] = error.message
         return []
@@ -155,6 +158,7 @@ def _summary(cases: Sequence[Case], seconds: dict[str, list[float]], tokens: int
             continue
         rate = case.nbytes / median[case.name]
         row: dict[str, Any] = {"name": case.name, "seconds": median[case.name], "bytes_per_second": rate}
+        row["rounds"] = seconds[case.name]
         if case.weights:
             row["weights_per_second"] = case.weights * tokens / median[case.name]
             row["share_of_bandwidth"] = rate / bandwidth

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +44,16 @@ class _Traits(ctypes.Structure):
     )
 
 
-def llama_cases(rows: int, count: int, pool: Pool, pool_bytes: int) -> list[Case]:
-    """One case a type of ``LLAMA_TYPES``, named ``"llama.cpp TYPE"``.
+def llama_cases(types: Sequence[str], rows: int, count: int, pool: Pool, pool_bytes: int) -> list[Case]:
+    """One case a type, some of ``LLAMA_TYPES``, named ``"llama.cpp TYPE"``.
 
     Raises
     ------
     KernelUnavailable
         If ``xllamacpp`` is not installed or does not export its kernels.
     """
-    traits = _load()
-    return [_case(traits, name, rows, count, pool, pool_bytes) for name in LLAMA_TYPES]
+    traits = _load() if types else None
+    return [] if traits is None else [_case(traits, name, rows, count, pool, pool_bytes) for name in types]
 
 
 def _load() -> Callable[[int], _Traits]:
