@@ -16,6 +16,7 @@ Source: Y. Li et al., "GPTAQ" (2025), for the cross term; the drift is ours.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from trapetum.formats.parts import Part
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
+from trapetum.models.residual import RotatedCheckpoint
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.journal import RunLog
@@ -224,7 +226,8 @@ def press_in_order(
         )
         stored.parts |= made
 
-    with open_source(plan.source.path) as source:
+    rotated = isinstance(plan.source, RotatedCheckpoint)
+    with contextlib.nullcontext(plan.source) if rotated else open_source(plan.source.path) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}, with what is quantized already")
         stored = _Stored(source, plan.rotation)
