@@ -112,7 +112,7 @@ class _Planner:
         with located(self.artifact.path):
             self.config: ModelConfig = parse_config(self.artifact.config)
         self.arch = self.config.architecture
-        if self.arch.gguf is None:
+        if self.arch.gguf not in FAMILIES:
             raise UnsupportedModelError(
                 f"{self.artifact.path}: architecture {self.arch.model_type} has no GGUF family here",
                 hint=_EXPORT_SOMEWHERE,
