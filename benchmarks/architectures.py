@@ -1,0 +1,265 @@
+"""How close the logits of every family are to those of transformers and of llama.cpp.
+
+    python benchmarks/architectures.py [FAMILY ...]
+
+Makes a tiny random model of each family with transformers, runs 100 tokens (past windows and original rotary lengths)
+through it and through this runtime, then writes GGUF files of F32 and F16 tensors and asks llama.cpp (xllamacpp,
+float32 keys and values, one thread) for the log-probabilities after three prompts. Prints a table in Markdown: the largest
+difference over the largest logit against transformers, over the spread of our logits against llama.cpp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+import xllamacpp
+
+import trapetum
+from trapetum.errors import UnsupportedModelError
+from trapetum.export import export_artifact
+
+VOCABULARY = 320
+TOKENS = 100
+PROMPTS = (40, 60, 90)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.09,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 20 for i in range(12)],
+    "long_factor": [1.2 + i / 4 for i in range(12)],
+}
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 16,
+    "tie_word_embeddings": True,
+}
+BY_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+DELTA: dict[str, Any] = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+SECTIONS = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama 3.x (llama3 rope, tied)": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "Mistral": ("mistral", {"sliding_window": None}),
+    "Qwen2, Qwen2.5": ("qwen2", {}),
+    "Qwen2.5, YaRN": ("qwen2", {"rope_parameters": YARN}),
+    "Qwen3": ("qwen3", {"head_dim": 64}),
+    "Phi-3, Phi-4": ("phi3", {}),
+    "Phi-4-mini (LongRoPE, partial)": (
+        "phi3",
+        {
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": LONGROPE,
+        },
+    ),
+    "Gemma-2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
+    "Gemma-3": ("gemma3_text", {**GEMMA, "rope_parameters": BY_TYPE}),
+    "SmolLM3": ("smollm3", {"tie_word_embeddings": True}),
+    "OLMo-2": ("olmo2", {}),
+    "Mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    "Qwen2-MoE": ("qwen2_moe", {**EIGHT, "shared_expert_intermediate_size": 64}),
+    "Qwen3-MoE": ("qwen3_moe", {**EIGHT, "head_dim": 64, "norm_topk_prob": True}),
+    "OLMoE": ("olmoe", {**EIGHT, "norm_topk_prob": False, "num_key_value_heads": 4}),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 32,
+            "sliding_window": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rope_parameters": YARN,
+        },
+    ),
+    "DeepSeek-V2-Lite": (  # engines tell it by its number of layers
+        "deepseek_v2",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "num_hidden_layers": 27},
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {**LATENT, "q_lora_rank": 48, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    ),
+    "Qwen3-Next": ("qwen3_next", {**DELTA, **EIGHT, "shared_expert_intermediate_size": 64}),
+    "Qwen3.5": (
+        "qwen3_5_text",
+        {**DELTA, "rope_parameters": {**DELTA["rope_parameters"], **SECTIONS}},
+    ),
+    "Qwen3.5-MoE": (
+        "qwen3_5_moe_text",
+        {
+            **DELTA,
+            **EIGHT,
+            "shared_expert_intermediate_size": 64,
+            "rope_parameters": {**DELTA["rope_parameters"], **SECTIONS},
+        },
+    ),
+}
+
+
+def make(folder: Path, family: str, options: dict[str, Any]) -> Any:
+    """A random model; every vector is random as well, so that a forgotten one shows."""
+    torch.manual_seed(7)
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if values.ndim == 1 and "A_log" not in name:
+                values.add_(torch.randn_like(values) * 0.2)
+            elif values.ndim > 1:
+                values.copy_(values.half().float())  # weights that F16 holds, as a checkpoint's do
+        for name, values in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                values.copy_(torch.randn_like(values) * 0.1)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Single characters only: llama.cpp holds back tokens that are part of one."""
+    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(VOCABULARY - 3))]
+    flags = {k: False for k in ("single_word", "lstrip", "rstrip", "normalized")} | {"special": True}
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": pieces[i], **flags} for i in range(3)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {piece: i for i, piece in enumerate(pieces)},
+            "merges": [],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def engine_difference(file: Path, model: trapetum.Model, ids: list[int]) -> float:
+    """Largest difference of llama.cpp's log-probabilities, over the spread of our logits."""
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, -1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = xllamacpp.Server(params)
+    worst = 0.0
+    for length in PROMPTS:
+        answer = server.handle_completions(
+            {
+                "prompt": ids[:length],
+                "max_tokens": 1,
+                "temperature": 0,
+                "n_probs": VOCABULARY,
+                "logprobs": VOCABULARY,
+                "cache_prompt": False,
+                "ignore_eos": True,
+            }
+        )
+        theirs = np.full(VOCABULARY, np.nan)
+        for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+            theirs[entry["id"]] = entry["logprob"]
+        ours = model.logits(ids[:length])[-1].astype(np.float64)
+        spread = ours.std()
+        ours -= np.log(np.exp(ours - ours.max()).sum()) + ours.max()
+        worst = max(worst, float(np.abs(theirs - ours).max() / spread))
+    return worst
+
+
+def measure(name: str) -> str:
+    """One row of the table."""
+    family, options = CASES[name]
+    ids = np.random.default_rng(1).integers(3, VOCABULARY, TOKENS).tolist()
+    with tempfile.TemporaryDirectory(prefix="tiny-") as place:
+        folder = Path(place) / "tiny"
+        theirs = make(folder, family, options)
+        with torch.no_grad():
+            expected = theirs(torch.tensor([ids])).logits[0].float().numpy()
+        columns = []
+        with trapetum.load(folder, threads=1) as model:
+            ours = model.logits(ids)
+            columns.append(f"{np.abs(ours - expected).max() / np.abs(expected).max():.1e}")
+            gguf = model.config.architecture.gguf or ""
+            for kind in ("F32", "F16"):
+                try:
+                    file = export_artifact(folder, "gguf", Path(place) / f"{kind}.gguf", gguf_type=kind)
+                    columns.append(f"{engine_difference(file, model, ids):.1e}")
+                except UnsupportedModelError:
+                    columns.append("no export")
+    return f"| {name} | `{type(theirs).__name__}` | {gguf} | " + " | ".join(columns) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("family", nargs="*", default=list(CASES), help="names of the first column")
+    wanted = parser.parse_args().family
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    versions = {n: importlib.metadata.version(n) for n in ("transformers", "xllamacpp", "torch", "numpy")}
+    print("| family | class | GGUF | transformers | llama.cpp, F32 | llama.cpp, F16 |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name in wanted:
+        print(measure(name), flush=True)
+    print("\n" + ", ".join(f"{n} {v}" for n, v in versions.items()))
+
+
+if __name__ == "__main__":
+    main()
