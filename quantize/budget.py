@@ -23,7 +23,7 @@ whole gain (measured: 1.03 of the uniform loss instead of 0.89).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -98,15 +98,26 @@ def allocate(plan: Plan, threads: int, progress: Progress) -> Plan:
     opened = {r.name for rows in groups.values() for r in rows}
     budget = int(recipe.target_bpw * sum(r.parameters for r in counted) / 8)
     fixed = sum(r.nbytes for r in counted if r.name not in opened)
-    options = _options(plan, list(groups.values()), candidates, threads, progress)
-    chosen = choose([[o for o, _ in group] for group in options], budget - fixed)
-    if chosen is None:
-        least = fixed + sum(min(o.nbytes for o, _ in group) for group in options)
+    fitting = [
+        [c for c in candidates if all(_fits(recipe, c, row) for row in rows)] for rows in groups.values()
+    ]
+    schemes = {c: recipe.scheme_of(c.rule(["*"])) for c in candidates}
+    sizes = [
+        [sum(_nbytes(schemes[c], row) for row in rows) for c in found]
+        for rows, found in zip(groups.values(), fitting, strict=True)
+    ]
+    if (least := fixed + sum(min(group) for group in sizes)) > budget:
         raise RecipeError(
             f"target_bpw is {recipe.target_bpw:g}, but the smallest candidates take "
             f"{8 * least / sum(r.parameters for r in counted):.3f} bits a weight",
             hint="Ask for more bits, or name smaller candidates.",
         )
+    losses = _losses(plan, list(groups.values()), fitting, schemes, threads, progress)
+    options = [
+        [(Option(nbytes, loss), c) for nbytes, loss, c in zip(*triple, strict=True)]
+        for triple in zip(sizes, losses, fitting, strict=True)
+    ]
+    chosen = choose([[o for o, _ in group] for group in options], budget - fixed) or []
     taken = {
         row.name: group[i][1]
         for rows, group, i in zip(groups.values(), options, chosen, strict=True)
@@ -172,19 +183,17 @@ def _candidates(recipe: Recipe) -> list[_Candidate]:
     ]
 
 
-def _options(
+def _losses(
     plan: Plan,
     groups: Sequence[Sequence[PlanRow]],
-    candidates: Sequence[_Candidate],
+    fitting: Sequence[Sequence[_Candidate]],
+    schemes: Mapping[_Candidate, Scheme],
     threads: int,
     progress: Progress,
-) -> list[list[tuple[Option, _Candidate]]]:
-    """What each group can take, its bytes and its loss."""
+) -> list[list[float]]:
+    """What each group loses under each candidate that fits it."""
     layers = 1 + max((r.role.layer for r in plan.rows if r.role.layer is not None), default=0)
-    schemes = {c: plan.recipe.scheme_of(c.rule(["*"])) for c in candidates}
     work = [(g, row, count) for g, rows in enumerate(groups) for row, count in _sampled(rows)]
-    fitting = [[c for c in candidates if all(_fits(plan.recipe, c, row) for row in rows)] for rows in groups]
-
     tried = {c: _quick(s) for c, s in schemes.items()}
 
     def look(item: tuple[int, PlanRow, float]) -> list[float]:
@@ -207,13 +216,7 @@ def _options(
         if blas is not None:
             blas.restore_original_limits()
     progress.end()
-    return [
-        [
-            (Option(sum(_nbytes(schemes[c], row) for row in rows), float(loss)), c)
-            for c, loss in zip(found, lost, strict=True)
-        ]
-        for rows, found, lost in zip(groups, fitting, losses, strict=True)
-    ]
+    return [[float(v) for v in found] for found in losses]
 
 
 def _quick(scheme: Scheme) -> Scheme:
