@@ -15,7 +15,7 @@ from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, loc
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
 from trapetum.export.gguf_experts import expert_faults, expert_pairs
-from trapetum.export.gguf_latent import SplitLatents, latent_faults, latent_pairs, split_latents
+from trapetum.export.gguf_latent import latent_faults, latent_pairs
 from trapetum.export.gguf_metadata import (
     file_name,
     general_pairs,
@@ -33,6 +33,7 @@ from trapetum.export.gguf_types import (
     fallback_type,
     known_type,
 )
+from trapetum.export.latents import LatentView, split_latents
 from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
 from trapetum.export.stacks import StackedExperts, stacked
 from trapetum.formats.artifact import Artifact
@@ -122,7 +123,7 @@ class _Planner:
         self.names = self.arch.index(self.artifact.names())
         self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
         self.records: Mapping[str, Any] = {}
-        if isinstance(self.artifact, Artifact | StackedExperts | SplitLatents):
+        if isinstance(self.artifact, Artifact | StackedExperts | LatentView):
             self.records = self.artifact.records
         self.source = (
             None

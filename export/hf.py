@@ -19,8 +19,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import FormatError, RecipeError, UnsupportedModelError
+from trapetum.errors import FormatError, RecipeError, UnsupportedModelError, located
 from trapetum.export.cbk_folder import dense_config
+from trapetum.export.latents import joined_latents
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.export.unstacked import unstacked
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
@@ -37,6 +38,7 @@ from trapetum.formats.safetensors_writer import (
 )
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import resolve, text_config
+from trapetum.models.config import parse_config
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import row_blocks
 from trapetum.tensors import matrix_shape
@@ -111,7 +113,11 @@ def plan_hf(request: ExportRequest) -> HfPlan:
     OutputError
         If the output exists.
     """
-    request = replace(request, artifact=unstacked(request.artifact))
+    whole = request.artifact
+    if any(".k_b_proj." in name for name in whole.names()):  # a model of DeepSeek's that was read from a GGUF
+        with located(whole.path):
+            whole = joined_latents(whole, parse_config(whole.config))
+    request = replace(request, artifact=unstacked(whole))
     artifact = request.artifact
     chosen = request.dtype or "f32"
     if chosen not in DTYPES:

@@ -12,7 +12,7 @@ import pytest
 import trapetum
 from trapetum.errors import UnsupportedModelError
 from trapetum.export import export_artifact
-from trapetum.export.gguf_latent import split_latents
+from trapetum.export.latents import joined_latents, split_latents
 from trapetum.formats.gguf import GgufFile
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.formats.source import open_source
@@ -117,7 +117,9 @@ def test_llama_cpp_computes_the_same(case, make, llama_cpp, tmp_path):
         exact = export_artifact(folder, "gguf", tmp_path / "f32.gguf", gguf_type="F32")
         assert worst(llama_cpp(exact), model) <= 2e-5
         half = export_artifact(folder, "gguf", tmp_path / "f16.gguf", gguf_type="F16")
-    with trapetum.load(half) as rounded:  # a rounded weight may choose another expert: compare with what the file says
+    with trapetum.load(
+        half
+    ) as rounded:  # a rounded weight may choose another expert: compare with what the file says
         # engines round activations too; over 27 layers that adds up
         assert worst(llama_cpp(half), rounded) <= (5e-3 if case != "v2-lite" else 0.5)
 
@@ -134,6 +136,18 @@ def test_a_gguf_is_read_back(case, make, tmp_path):
     assert again.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("case", ["v3-yarn", "v2-latent-queries"])
+def test_a_gguf_goes_back_to_the_checkpoint(case, make, tmp_path):
+    """kv_b whole, experts single, every value bit for bit."""
+    folder = make(case)
+    file = export_artifact(folder, "gguf", tmp_path / "f32.gguf", gguf_type="F32")
+    back = export_artifact(file, "hf", tmp_path / "back")
+    with open_source(back) as ours, open_source(folder) as theirs:
+        assert set(ours.names()) == set(theirs.names())
+        for name in theirs.names():
+            assert np.array_equal(ours.load(name).dequantize(), theirs.load(name).dequantize()), name
+
+
 def test_halves_by_hand(make):
     folder = make("v3")
     with open_source(folder) as source:
@@ -147,6 +161,10 @@ def test_halves_by_hand(make):
         rows = view.load("model.layers.1.self_attn.k_b_proj.weight", slice(60, 140)).dequantize()
         assert np.array_equal(rows, keys.reshape(-1, 32)[60:140])
         assert "model.layers.1.self_attn.kv_b_proj.weight" not in view.names()
+        again = joined_latents(view, parse_config(source.config))
+        assert set(again.names()) == set(source.names())
+        joined = again.load("model.layers.1.self_attn.kv_b_proj.weight", slice(70, 170)).dequantize()
+        assert np.array_equal(joined, whole.reshape(-1, 64)[70:170])
 
 
 def test_codebooks_give_exact_halves_in_float16(make, tmp_path):
