@@ -175,7 +175,8 @@ class GgufSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
-        return self._find(name)[1].shape
+        shape = self._find(name)[1].shape
+        return (1, *shape) if _is_flat(name, shape) else shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype; float32 for a block type."""
@@ -222,7 +223,9 @@ class GgufSource:
         return DenseTensor(values)
 
     def _as_stored_by_checkpoints(self, name: str, stored: QuantizedTensor) -> QuantizedTensor:
-        """Norms of some families are more by one in a file."""
+        """Norms of some families are more by one in a file; a map to one value may have lost its row."""
+        if _is_flat(name, stored.shape):
+            return DenseTensor(stored.dequantize()[None])
         offset = self._names.norm_offset if self._names is not None else 0.0
         if not offset or not name.endswith("norm.weight"):
             return stored
@@ -287,6 +290,11 @@ class GgufSource:
                 f"{self.path}: tensor {shown(name)} has shape {list(shape)}, which is not {heads} heads of even length"
             )
         return heads
+
+
+def _is_flat(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a converter squeezed the one row of a shared expert's router."""
+    return len(shape) == 1 and name.endswith(".shared_expert_gate.weight")
 
 
 def _scaled_weight(name: str, info: GgufTensor, family: Family | None) -> str | None:

@@ -14,6 +14,7 @@ from trapetum.errors import UnsupportedModelError
 from trapetum.export import export_artifact, plan_export
 from trapetum.export.stacks import MIXED, stacked
 from trapetum.formats.gguf import GgufFile
+from trapetum.formats.gguf_writer import GgufWriter
 from trapetum.formats.source import open_source
 from trapetum.models.config import parse_config
 from trapetum.quantize.job import quantize_model
@@ -190,3 +191,19 @@ def test_mxfp4_stays_mxfp4(tiny_model: Any, llama_cpp: Any, tmp_path: Path) -> N
     with trapetum.load(folder) as model, trapetum.load(path) as again:
         assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
         assert worst(llama_cpp(path), model) <= 0.3  # engines round activations to eight bits
+
+
+def test_a_squeezed_router_is_a_map_to_one_value(tiny_model: Any, tmp_path: Path) -> None:
+    """Old converters store the router of a shared expert as a vector."""
+    whole = export_artifact(make(tiny_model, "qwen2_moe"), "gguf", tmp_path / "a.gguf", gguf_type="F32")
+    flat = tmp_path / "b.gguf"
+    with GgufFile.open(whole) as file, GgufWriter(flat) as writer:
+        for key, entry in file.kv.items():
+            writer.add(key, entry.value, entry.type, entry.item_type)
+        for name, info in file.tensors.items():
+            writer.add_tensor(name, info.type_name, info.shape[-1:] if "inp_shexp" in name else info.shape)
+        writer.begin()
+        for name in file.tensors:
+            writer.write(name, file.load(name).dequantize())
+    with trapetum.load(whole) as one, trapetum.load(flat) as other:
+        assert np.array_equal(one.logits(PROMPTS[1]), other.logits(PROMPTS[1]))
