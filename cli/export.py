@@ -62,7 +62,8 @@ def export(
         str,
         format_option(
             "--format",
-            help="cbk: a .cbk file; hf: a dense Hugging Face folder; gguf: for llama.cpp; planes: for GPU kernels.",
+            help="cbk: a .cbk file; hf: a dense Hugging Face folder; gguf: for llama.cpp; planes: for GPU kernels; "
+            "mtp: the prediction block of a DeepSeek model.",
         ),
     ],
     out: Annotated[

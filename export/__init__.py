@@ -6,6 +6,7 @@ format      output
 ``cbk``     a .cbk with 4-bit codebooks: a folder ready to serve, or one file and its manifest
 ``hf``      a folder with dense weights that transformers loads
 ``gguf``    a GGUF that llama.cpp loads, in one file or split
+``mtp``     the multi-token prediction block of a DeepSeek model, as ``mtp.cbk``
 ==========  ===================================================================================
 """
 
@@ -41,6 +42,7 @@ FORMATS: dict[str, ExportFormat] = {
     "cbk": ExportFormat("trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks"),
     "hf": ExportFormat("trapetum.export.hf", "plan_hf", "a dense Hugging Face folder"),
     "gguf": ExportFormat("trapetum.export.gguf_plan", "plan_gguf", "a GGUF file that llama.cpp loads"),
+    "mtp": ExportFormat("trapetum.export.mtp", "plan_mtp", "DeepSeek's prediction block as mtp.cbk"),
     "planes": ExportFormat("trapetum.export.planes", "plan_planes", "ternary planes for GPU kernels"),
 }
 

@@ -314,6 +314,8 @@ def plan_cbk(request: ExportRequest) -> CbkPlan:
         If a dtype is asked for.
     """
     artifact = request.artifact
+    if request.magic == "MTP1":
+        raise RecipeError("magic is 'MTP1', which is no model", hint="Export with --format mtp.")
     if request.dtype is not None:
         raise RecipeError(f"dtype is {request.dtype!r}; a .cbk has none to choose", hint="Leave --dtype out.")
     if _is_file(request.out):

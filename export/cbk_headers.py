@@ -290,6 +290,8 @@ def _deepseek_magic(
     mixed = "CBKS" if q_lora else "CBKE"
     magic = wanted or ("CBKV" if counts and q_lora else mixed if wide[SHARED_8BIT] else usual)
     allowed = (usual, mixed, *(("CBKV",) if q_lora else ()))
+    if magic == "MTP1" and q_lora:
+        return magic, {"tied_embed": 1, "tied_head": 1}, []
     if magic not in allowed:
         raise RecipeError(f"magic is {magic!r}; for this model {', '.join(allowed)} are allowed")
     notes = []

@@ -1,0 +1,143 @@
+"""The multi-token prediction block as MTP1."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+import trapetum
+from trapetum.errors import CheckpointError, OutputError, RecipeError, UnsupportedModelError
+from trapetum.export import export_artifact
+from trapetum.formats.cbk import CbkFile
+from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.formats.source import open_source
+from trapetum.models.config import parse_config
+
+CONFIG = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+BLOCK = "model.layers.2."
+
+
+def write(folder, *, copies=True, other_head=False, leave=()):
+    """A model of two layers with the block as the third."""
+    three = parse_config({**CONFIG, "num_hidden_layers": 3})
+    shapes = dict(three.architecture.expected_shapes(three))
+    shapes |= {BLOCK + "enorm.weight": (256,), BLOCK + "hnorm.weight": (256,)}
+    shapes |= {BLOCK + "eh_proj.weight": (256, 512), BLOCK + "shared_head.norm.weight": (256,)}
+    if copies:
+        shapes |= {BLOCK + "embed_tokens.weight": (300, 256), BLOCK + "shared_head.head.weight": (300, 256)}
+    shapes = {n: s for n, s in shapes.items() if n not in leave}
+    rng, kept = np.random.default_rng(1), {}
+    folder.mkdir()
+    entries = [Entry(n, np.dtype(np.float32), s) for n, s in shapes.items()]
+    same = {BLOCK + "embed_tokens.weight": "model.embed_tokens.weight"}
+    if not other_head:
+        same[BLOCK + "shared_head.head.weight"] = "lm_head.weight"
+    with SafetensorsWriter(folder / "model.safetensors", entries) as writer:
+        for entry in entries:
+            values = rng.standard_normal(entry.shape).astype(np.float32)
+            kept[entry.name] = kept.get(same.get(entry.name), values)
+            writer.write(entry.name, kept[entry.name])
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    write(tmp_path / "m")
+    trapetum.quantize_model(tmp_path / "m", tmp_path / "a", bits=4)
+    return tmp_path / "a"
+
+
+def test_the_block_is_written_and_read(artifact, tmp_path):
+    out = export_artifact(artifact, "mtp", tmp_path / "mtp.cbk")
+    raw = out.read_bytes()
+    assert raw[:4] == b"MTP1"
+    assert struct.unpack_from("<16i", raw, 4) == (256, 4, 64, 48, 16, 32, 96, 256, 4, 1, 2, 2, 1, 1, 1, 1)
+    assert struct.unpack_from("<3f", raw, 68)[2] == 2.5
+    with CbkFile.open(out) as cbk, trapetum.open_artifact(artifact) as source:
+        assert list(cbk.faults()) == []
+        for name in cbk.names():
+            values = source[BLOCK + name].dequantize()
+            found = cbk.load(name).dequantize()
+            part = found[tuple(slice(0, n) for n in values.shape)]
+            if cbk.records[name].kind == "S16":
+                assert np.square(part - values).sum() < 0.02 * np.square(values).sum(), name
+            else:
+                dtype = {"f16": np.float16, "f32": np.float32}[cbk.records[name].kind]
+                assert np.array_equal(part, values.astype(dtype)), name
+            assert not found[values.shape[0] :].any(), name
+    assert (tmp_path / "mtp.cbk.json").is_file()
+
+
+def test_a_folder_gets_mtp_cbk(artifact, tmp_path):
+    export_artifact(artifact, "mtp", tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"mtp.cbk", "mtp.cbk.json"}
+    with pytest.raises(OutputError, match="exists"):
+        export_artifact(artifact, "mtp", tmp_path / "out")
+
+
+def test_a_block_is_no_model(artifact, tmp_path):
+    export_artifact(artifact, "mtp", tmp_path / "mtp.cbk")
+    with pytest.raises(UnsupportedModelError, match="a prediction block without its model"):
+        trapetum.load(tmp_path / "mtp.cbk")
+    with pytest.raises(RecipeError, match="no model"):
+        export_artifact(artifact, "cbk", tmp_path / "x.cbk", magic="MTP1")
+
+
+def test_the_model_alone_is_exported_without_it(artifact, tmp_path):
+    export_artifact(artifact, "cbk", tmp_path / "x.cbk")
+    with CbkFile.open(tmp_path / "x.cbk") as cbk:
+        assert cbk.header.layout.magic == "CBKR"
+        assert not any(name.startswith(BLOCK) for name in cbk.names())
+        assert any("not part of the .cbk" in note for note in cbk.manifest["report"]["notes"])
+    with open_source(artifact) as source:
+        assert source.layout(BLOCK + "eh_proj.weight") == "dense"
+
+
+def test_a_block_without_copies_is_fine(tmp_path):
+    write(tmp_path / "m", copies=False)
+    assert export_artifact(tmp_path / "m", "mtp", tmp_path / "mtp.cbk").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"other_head": True}, UnsupportedModelError, "shared_head.head.weight differs from lm_head"),
+        ({"leave": (BLOCK + "eh_proj.weight",)}, UnsupportedModelError, "no prediction block"),
+        (
+            {"leave": (BLOCK + "mlp.gate.e_score_correction_bias",)},
+            CheckpointError,
+            "correction_bias is missing",
+        ),
+    ],
+)
+def test_what_cannot_be_exported(tmp_path, options, error, words):
+    write(tmp_path / "m", **options)
+    with pytest.raises(error, match=words):
+        export_artifact(tmp_path / "m", "mtp", tmp_path / "mtp.cbk")
+    assert not (tmp_path / "mtp.cbk").exists()
