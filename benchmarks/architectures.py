@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 192,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -82,6 +82,7 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
     "head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -108,7 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Gemma-2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "Gemma-3": ("gemma3_text", {**GEMMA, "rope_parameters": BY_TYPE}),
-    "SmolLM3": ("smollm3", {"tie_word_embeddings": True}),
+    "SmolLM3": ("smollm3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "OLMo-2": ("olmo2", {}),
     "Mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("qwen2_moe", {**EIGHT, "shared_expert_intermediate_size": 64}),
