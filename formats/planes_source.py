@@ -14,7 +14,7 @@ from trapetum.formats.planes import MANIFEST, PlanesFile
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.strict_json import shown
 from trapetum.formats.weight_files import read_json
-from trapetum.tensors import DenseTensor, TernaryTensor
+from trapetum.tensors import DenseTensor
 
 __all__ = ["PlanesSource", "is_planes"]
 
@@ -77,13 +77,13 @@ class PlanesSource(PlanesFile):
         return self._stored(name).tensors[name].shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Stored dtype; float32 for a ternary matrix."""
+        """Stored dtype; float32 for a matrix."""
         return np.dtype(np.float32) if name in self._where else self._stored(name).tensors[name].dtype
 
     def layout(self, name: str) -> str:
-        """``"ternary"`` or ``"dense"``."""
+        """``"ternary"``, ``"codebook"``, ``"additive"`` or ``"dense"``."""
         if name in self._where:
-            return TernaryTensor.layout
+            return self._where[name][0].tensor.layout
         self._stored(name)
         return DenseTensor.layout
 

@@ -65,6 +65,10 @@ class Tiles:
     entries: int
     layout: ClassVar[str]
     tensor: ClassVar[type[QuantizedTensor]]
+    sizes: ClassVar[range]
+    """What ``entries`` may be."""
+    whole: ClassVar[int] = 1
+    """Rows are a multiple of so many inputs."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -95,8 +99,8 @@ class Tiles:
         """Tensors, concatenated by rows -> bytes, uint8 (nbytes,)."""
         raise NotImplementedError
 
-    def unpack(self, data: Bytes, rows: slice | None = None) -> Any:
-        """Bytes -> the tensor, or a range of its rows.
+    def unpack(self, data: Bytes, rows: slice | None = None, shape: tuple[int, ...] = ()) -> Any:
+        """Bytes -> the tensor, or a range of its rows, of this shape; () is (rows, in_features).
 
         Raises
         ------
@@ -124,7 +128,7 @@ class _CodebookTiles(Tiles):
         return codes, _padded(tables, (rows, entries))
 
     def _made(
-        self, codes: Bytes, tables: NDArray[np.float16], rows: slice | None, shape: tuple[int, ...] = ()
+        self, codes: Bytes, tables: NDArray[np.float16], rows: slice | None, shape: tuple[int, ...]
     ) -> CodebookTensor:
         chosen = slice(*(rows or slice(None)).indices(self.rows))
         codes = np.ascontiguousarray(codes[chosen, : self.in_features])
@@ -138,6 +142,7 @@ class Codebook4Tiles(_CodebookTiles):
     """``codebook4-v1``: up to 16 entries a row."""
 
     layout: ClassVar[str] = "codebook4-v1"
+    sizes: ClassVar[range] = range(2, 17)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -163,14 +168,14 @@ class Codebook4Tiles(_CodebookTiles):
         packed = split[..., 0] | split[..., 1] << np.uint8(4)
         return np.concatenate([packed.reshape(-1), tables.astype("<f2").view(np.uint8).reshape(-1)])
 
-    def unpack(self, data: Bytes, rows: slice | None = None) -> CodebookTensor:
+    def unpack(self, data: Bytes, rows: slice | None = None, shape: tuple[int, ...] = ()) -> CodebookTensor:
         """See :meth:`Tiles.unpack`."""
         high, wide = self.tiles
         packed = data[: self.tables_offset].reshape(high, wide, 32, 4, 2, 2)
         split = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
         codes = split.transpose(0, 4, 2, 1, 3, 5, 6).reshape(high * 64, wide * 16)
         tables = np.ascontiguousarray(data[self.tables_offset :]).view("<f2").reshape(high * 64, 16)
-        return self._made(codes, tables, rows)
+        return self._made(codes, tables, rows, shape)
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,7 @@ class Codebook8Tiles(_CodebookTiles):
     """``codebook8-v1``: 17 to 256 entries a row."""
 
     layout: ClassVar[str] = "codebook8-v1"
+    sizes: ClassVar[range] = range(2, 257)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -205,14 +211,14 @@ class Codebook8Tiles(_CodebookTiles):
         flat = np.ascontiguousarray(entries, "<f2").view(np.uint8)
         return np.concatenate([packed.reshape(-1), flat.reshape(-1)])
 
-    def unpack(self, data: Bytes, rows: slice | None = None) -> CodebookTensor:
+    def unpack(self, data: Bytes, rows: slice | None = None, shape: tuple[int, ...] = ()) -> CodebookTensor:
         """See :meth:`Tiles.unpack`."""
         high, wide = self.tiles
         packed = data[: self.tables_offset].reshape(high, wide, 2, 32, 2, 2, 4)
         codes = packed.transpose(0, 2, 5, 3, 1, 4, 6).reshape(high * 128, wide * 8)
         entries = np.ascontiguousarray(data[self.tables_offset :]).view("<f2").reshape(high, 256, 2, 32, 2)
         tables = entries.transpose(0, 2, 4, 3, 1).reshape(high * 128, 256)
-        return self._made(codes, tables, rows)
+        return self._made(codes, tables, rows, shape)
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,8 @@ class AdditiveTiles(Tiles):
     """``additive-v1``: one to four codebooks of 256 vectors of 8."""
 
     layout: ClassVar[str] = "additive-v1"
+    sizes: ClassVar[range] = range(1, 5)
+    whole: ClassVar[int] = 8
     tensor: ClassVar[type[QuantizedTensor]] = AdditiveTensor
 
     @property
@@ -256,7 +264,8 @@ class AdditiveTiles(Tiles):
     def of(cls, tensors: Sequence[QuantizedTensor]) -> Self:
         """One tensor: matrices do not share codebooks."""
         (tensor,) = tensors
-        assert isinstance(tensor, AdditiveTensor)
+        if not isinstance(tensor, AdditiveTensor):
+            raise ValueError(f"{tensor.layout} is not {cls.tensor.layout}")
         return cls(tensor.rows, tensor.in_features, tensor.num_codebooks)
 
     def pack(self, tensors: Sequence[AdditiveTensor]) -> Bytes:
@@ -272,7 +281,7 @@ class AdditiveTiles(Tiles):
         scales = _padded(tensor.scales.astype("<f2"), (high * 16,)).view(np.uint8)
         return np.concatenate([codes.reshape(-1), books.reshape(-1), scales])
 
-    def unpack(self, data: Bytes, rows: slice | None = None) -> AdditiveTensor:
+    def unpack(self, data: Bytes, rows: slice | None = None, shape: tuple[int, ...] = ()) -> AdditiveTensor:
         """See :meth:`Tiles.unpack`."""
         high, wide = self.tiles
         count, groups = self.entries, self.groups
@@ -286,6 +295,7 @@ class AdditiveTiles(Tiles):
             np.ascontiguousarray(padded[:, : self.in_features // 8, chosen]),
             books.reshape(count, 256, 8),
             np.ascontiguousarray(scales[chosen]),
+            shape,
         )
 
 

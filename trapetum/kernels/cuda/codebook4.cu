@@ -14,11 +14,22 @@
 #define UNIT_INPUTS 16
 #define UNIT_BYTES 512     // 32 lanes, 16 bytes each
 #define TABLE_BYTES 65536
+#define ENTRY_BYTES 2048   // 16 halves of each row of a tile
+
+// The entries of a tile, on their way to one of two places behind the table while another tile is multiplied.
+DEVICE void fetch_entries(u8* shared, const u16* entries, int tile) {
+    if (threadIdx.x >= ENTRY_BYTES / 16) return;
+    const u32 to = (u32)__cvta_generic_to_shared(shared + TABLE_BYTES + tile % 2 * ENTRY_BYTES + threadIdx.x * 16);
+    const u8* from = (const u8*)entries + (u64)tile * ENTRY_BYTES + threadIdx.x * 16;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+DEVICE void entries_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // table[pair code][column] of the tile's rows; columns 0..31 are rows 0..31 and 32..63 the others.
-template <bool BF16> DEVICE void expand_table(u32* table, const u16* entries, int tile) {
+template <bool BF16> DEVICE void expand_table(u32* table, const u16* entries) {
     const int column = threadIdx.x & 63, part = threadIdx.x >> 6, parts = blockDim.x >> 6;
-    const u16* row = entries + ((u64)tile * ROWS + column) * 16;
+    const u16* row = entries + column * 16;
     const uint4 first = ((const uint4*)row)[0], second = ((const uint4*)row)[1];
     u32 e[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
 #pragma unroll
@@ -38,12 +49,16 @@ template <bool BF16, int PAIRS>  // PAIRS of tokens
 DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flag;
-    constexpr int AHEAD = PAIRS > 1 ? 2 : 3;  // units on their way from memory, in registers
+    constexpr int AHEAD = PAIRS > 1 ? 2 : 3;      // units on their way from memory, in registers
+    constexpr int EARLY = PAIRS > 4 ? 4 : PAIRS;  // pairs whose inputs are loaded before they are needed
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
     const u32 column = lane * 4;
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
     let_next_start();
+
+    fetch_entries(shared, entries, first / work.per_tile);
+    if ((first / work.per_tile + 1) * work.per_tile < last) fetch_entries(shared, entries, first / work.per_tile + 1);
 
     uint4 coming[AHEAD];
     const u8* at = codes + (u64)(first + warp) * UNIT_BYTES + lane * 16;
@@ -60,19 +75,32 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
     const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
     const u16* mine = x + (u64)(g >> 2) * work.in_features;
 
+    const auto finish = [&](int tile, int i, float sum) {
+        const int row = tile * ROWS + i % ROWS;
+        if (row < work.rows) store(y, work.out_kind, (u64)(i / ROWS) * work.rows + row, sum);
+    };
+
     int unit = first + warp;
+    entries_arrived();
+    __syncthreads();
     for (int from = first; from < last;) {
         const int tile = from / work.per_tile;
         const int to = min(last, (tile + 1) * work.per_tile);
-        expand_table<BF16>((u32*)shared, entries, tile);
+        expand_table<BF16>((u32*)shared, (const u16*)(shared + TABLE_BYTES + tile % 2 * ENTRY_BYTES));
         if (from == first) wait_for_inputs();
         __syncthreads();
+        if ((tile + 2) * work.per_tile < last) fetch_entries(shared, entries, tile + 2);
 
         float acc[PAIRS][4] = {};
         int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
         const auto step = [&](uint4& codes_of_unit) {
-            u32 b[8] = {}, a[4][4];
-            if (tokens > 0) load_inputs<16>(b, mine, k, work.in_features, work.aligned);
+            u32 b[EARLY][8] = {}, a[4][4];
+            const auto inputs = [&](u32 (&to)[8], int p) {
+                if (tokens > 2 * p)
+                    load_inputs<16>(to, mine + (u64)(2 * p) * work.in_features, k, work.in_features, work.aligned);
+            };
+#pragma unroll
+            for (int p = 0; p < EARLY; ++p) inputs(b[p], p);
             const u32 word[4] = {codes_of_unit.x, codes_of_unit.y, codes_of_unit.z, codes_of_unit.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -85,12 +113,11 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
 #pragma unroll
             for (int p = 0; p < PAIRS; ++p) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) multiply<BF16>(acc[p], a[i], b[2 * i], b[2 * i + 1]);
-                if (p + 1 < PAIRS) {
+                for (int i = 0; i < 4; ++i) multiply<BF16>(acc[p], a[i], b[p % EARLY][2 * i], b[p % EARLY][2 * i + 1]);
+                if (p + EARLY < PAIRS) {
 #pragma unroll
-                    for (int i = 0; i < 8; ++i) b[i] = 0;
-                    if (tokens > 2 * p + 2)
-                        load_inputs<16>(b, mine + (u64)(2 * p + 2) * work.in_features, k, work.in_features, work.aligned);
+                    for (int i = 0; i < 8; ++i) b[p % EARLY][i] = 0;
+                    inputs(b[p % EARLY], p + EARLY);
                 }
             }
             unit += warps;
@@ -117,20 +144,23 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
             for (int i = 0; i < 4; ++i)
                 left[(2 * p + (t >> 1)) * ROWS + 4 * g + (2 * t & 3) + (i & 1) + (i >> 1) * 32] = acc[p][i];
         __syncthreads();
-        settle<BlockTeam>(
-            work, sums, tile, from, to, ROWS * work.tokens, &flag,
+        leave<BlockTeam>(
+            work, sums, tile, from, to, ROWS * work.tokens,
             [&](int i) {
                 float sum = 0.f;
                 for (int w = 0; w < warps; ++w) sum += ((const float*)shared)[w * (2 * PAIRS * ROWS) + i];
                 return sum;
             },
-            [&](int i, float sum) {
-                const int row = tile * ROWS + i % ROWS;
-                if (row < work.rows) store(y, work.out_kind, (u64)(i / ROWS) * work.rows + row, sum);
-            });
+            [&](int i, float sum) { finish(tile, i, sum); });
+        entries_arrived();
         __syncthreads();
         from = to;
     }
+    const int head = first / work.per_tile, tail = (last - 1) / work.per_tile;
+    if (min(last, (head + 1) * work.per_tile) - first < work.per_tile)
+        collect<BlockTeam>(work, sums, head, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(head, i, sum); });
+    if (tail != head && last < (tail + 1) * work.per_tile)
+        collect<BlockTeam>(work, sums, tail, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(tail, i, sum); });
 }
 
 #define GEMV(NAME, BF16, PAIRS)                                                                                       \
@@ -173,7 +203,7 @@ DEVICE void dense(const u8* codes, const u16* entries, int first, u16* out, cons
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int tile = first + blockIdx.x;
     let_next_start();
-    expand_table<BF16>((u32*)shared, entries, tile);
+    expand_table<BF16>((u32*)shared, entries + (u64)tile * (ENTRY_BYTES / 2));
     wait_for_inputs();
     __syncthreads();
     for (int unit = blockIdx.y * warps + warp; unit < work.per_tile; unit += gridDim.y * warps) {

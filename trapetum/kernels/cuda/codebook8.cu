@@ -74,6 +74,12 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
     const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
     const u16* mine = x + (u64)(g >> 2) * work.in_features;
 
+    const auto finish = [&](int tile, int i, float sum) {
+        const int half = i / (64 * work.tokens), token = i / 64 % work.tokens;
+        const int row = tile * ROWS + half * 64 + i % 64;
+        if (row < work.rows) store(y, work.out_kind, (u64)token * work.rows + row, sum);
+    };
+
     int unit = first + warp;
     for (int from = first; from < last;) {
         const int tile = from / work.per_tile;
@@ -82,6 +88,11 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
         table_arrived<BF16>((uint4*)shared);
         if (from == first) wait_for_inputs();
         __syncthreads();
+        if (to < last) {  // the next table comes as far as L2
+            const u8* next_table = (const u8*)(tables + (u64)(tile + 1) * (TABLE_BYTES / 4));
+            for (int i = threadIdx.x * 128; i < TABLE_BYTES; i += blockDim.x * 128)
+                asm volatile("prefetch.global.L2 [%0];" ::"l"(next_table + i));
+        }
 
         float acc[2][PAIRS][4] = {};
         int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
@@ -145,17 +156,18 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
             }
             __syncthreads();
         }
-        settle<BlockTeam>(
-            work, sums, tile, from, to, ROWS * work.tokens, &flag,
+        leave<BlockTeam>(
+            work, sums, tile, from, to, ROWS * work.tokens,
             [&](int i) { return ((const float*)shared)[TABLE_BYTES / 4 + i]; },
-            [&](int i, float sum) {
-                const int half = i / (64 * work.tokens), token = i / 64 % work.tokens;
-                const int row = tile * ROWS + half * 64 + i % 64;
-                if (row < work.rows) store(y, work.out_kind, (u64)token * work.rows + row, sum);
-            });
+            [&](int i, float sum) { finish(tile, i, sum); });
         __syncthreads();
         from = to;
     }
+    const int head = first / work.per_tile, tail = (last - 1) / work.per_tile;
+    if (min(last, (head + 1) * work.per_tile) - first < work.per_tile)
+        collect<BlockTeam>(work, sums, head, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(head, i, sum); });
+    if (tail != head && last < (tail + 1) * work.per_tile)
+        collect<BlockTeam>(work, sums, tail, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(tail, i, sum); });
 }
 
 #define GEMV(NAME, BF16, PAIRS)                                                                                       \

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import KernelUnavailable
 from trapetum.formats import planes, tiles
+from trapetum.kernels.cuda.dense import multiply_dense
 from trapetum.kernels.cuda.module import Kernel, card, import_cupy, kernels
 from trapetum.kernels.cuda.workspace import Workspace
 
@@ -24,9 +25,11 @@ __all__ = ["LAYOUTS", "MOST_TOKENS", "CudaLinear", "cuda_linear", "out_kind"]
 
 MOST_TOKENS = 16
 """Tokens that one launch of a matrix-vector kernel takes."""
+DENSE_BYTES = 24 << 20
+"""Decoded weights at a time: less than half of an H200's L2, so that cuBLAS reads them from there."""
 
-# Four stages of 128 x 128 codes and 128 groups, and their barriers.
-_GEMM_SHARED = 4 * (128 * 128 + 128 * 8) + 64
+# Four stages of 128 x 128 codes and 128 scales, and their barriers.
+_GEMM_SHARED = 4 * (128 * 128 + 1024) + 64
 
 _KINDS = {"float16": 0, "uint16": 1, "bfloat16": 1, "float32": 2}
 _ACTIVATIONS = {"float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
@@ -94,6 +97,8 @@ class CudaLinear(ABC):
     layout: ClassVar[str]
     tile: ClassVar[tuple[int, int]]
     """Rows of a tile, and inputs of a unit."""
+    dense_tokens: ClassVar[int] = 48
+    """From so many tokens on, decoding all weights for cuBLAS is faster than reading them again for every 16."""
     whole_inputs: ClassVar[int] = 8
     """Where rows are multiples of so many inputs, activations are loaded 16 bytes at a time."""
     family: ClassVar[str]
@@ -177,6 +182,8 @@ class CudaLinear(ABC):
             out = cupy.empty((tokens, self.rows), x.dtype)
         if out.shape != (tokens, self.rows) or not out.flags.c_contiguous:
             raise ValueError(f"out has shape {out.shape}; contiguous {(tokens, self.rows)} is needed")
+        if out_kind(out) not in (out_kind(x), _KINDS["float32"]):
+            raise ValueError(f"out is {out.dtype}; float32 and the dtype of x, {x.dtype}, are allowed")
         if tokens > MOST_TOKENS:
             self._multiply_many(x, out, stream)
         else:
@@ -198,8 +205,28 @@ class CudaLinear(ABC):
         launch.kernel.launch(launch.grid, launch.threads, arguments, launch.shared, stream, early=True)
 
     def _multiply_many(self, x: Any, out: Any, stream: Any) -> None:
-        for first in range(0, x.shape[0], MOST_TOKENS):
-            self._multiply_few(x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS], stream)
+        """Decode rows into scratch memory that fits L2, multiply them by cuBLAS, a few thousand at a time."""
+        if x.shape[0] < self.dense_tokens:
+            for first in range(0, x.shape[0], MOST_TOKENS):
+                self._multiply_few(x[first : first + MOST_TOKENS], out[first : first + MOST_TOKENS], stream)
+            return
+        height = self.tile[0]
+        tiles_at_once = max(1, min(self.row_tiles, DENSE_BYTES // (2 * self.in_features * height)))
+        scratch = self.workspace.dense(tiles_at_once * height * self.in_features)
+        for first in range(0, self.row_tiles, tiles_at_once):
+            count = min(tiles_at_once, self.row_tiles - first)
+            self._decode_tiles(first, count, scratch, _ACTIVATIONS[x.dtype.name], stream)
+            rows = min(count * height, self.rows - first * height)
+            multiply_dense(x, scratch, rows, out, first * height, stream)
+
+    def _decode_tiles(self, first: int, count: int, out: Any, activations: str, stream: Any) -> None:
+        """Rows of ``count`` tiles from ``first`` on, in the dtype of the activations, one after the other."""
+        kernel = kernels(self.source)[f"{self.family}_dense_{activations}"]
+        # Eight warps a block; several blocks share a tile where tiles are few.
+        across = max(1, min(-(-self.per_tile // 8), -(-8 * card().processors // count)))
+        work = self._work(0, 0, True)
+        arguments = (*self.pointers(), first, out, *(0, 0, 0), *work)
+        kernel.launch((count, across), 256, arguments, 65536, stream, early=True)
 
     def _common(self, launch: Launch, tokens: int, out: Any, aligned: bool) -> tuple[Any, ...]:
         """Workspace, and the fields of ``Work``."""
@@ -249,7 +276,7 @@ class CudaLinear(ABC):
         arguments = (
             *self.pointers(),
             ids,
-            count,
+            *((0, count) if self.family == "ternary" else (count,)),
             out,
             *(0, 0, 0),
             *self._work(0, out_kind(out), False),
@@ -279,8 +306,8 @@ class Codebook4Linear(CudaLinear):
     }
 
     def shared(self, tokens: int, threads: int) -> int:
-        """The table of pairs; sums of warps take its place."""
-        return max(65536, threads // 32 * tokens * 64 * 4)
+        """The table of pairs, whose place sums of warps take, and the entries of two tiles."""
+        return max(65536, threads // 32 * tokens * 64 * 4) + 2 * 2048
 
     def pointers(self) -> tuple[Any, ...]:
         """Codes and entries."""
@@ -343,6 +370,12 @@ class AdditiveLinear(CudaLinear):
         """A thread a group."""
         return self.in_features // 8
 
+    def _decode_tiles(self, first: int, count: int, out: Any, activations: str, stream: Any) -> None:
+        """See :meth:`CudaLinear._decode_tiles`."""
+        kernel = kernels(self.source)[f"additive_dense_{activations}"]
+        arguments = (*self.pointers(), first, count, out, *(0, 0, 0), *self._work(0, 0, True))
+        kernel.launch((card().processors,), 512, arguments, self.shared(0, 512), stream, early=True)
+
 
 class TernaryLinear(CudaLinear):
     """``planes-v1``: activations are quantized to 8 bits a group of 128."""
@@ -393,7 +426,7 @@ class TernaryLinear(CudaLinear):
         self.multiply_quantized(codes, groups, slots, tokens, out, stream)
 
     def _multiply_many(self, x: Any, out: Any, stream: Any) -> None:
-        if card().capability != 90:
+        if card().capability != 90 or x.shape[0] < self.dense_tokens:
             super()._multiply_many(x, out, stream)
             return
         tokens = x.shape[0]
@@ -401,12 +434,22 @@ class TernaryLinear(CudaLinear):
         tiles = -(-tokens // 128)
         codes, groups = self.workspace.activations(tiles * 128, self.in_features)
         numbers = (tokens, self.in_features, x.data.ptr % 8 == 0)
-        warps = tiles * 128 * (self.in_features // 128)
+        groups_of_all = tiles * 128 * (self.in_features // 128)
         quantize = found[f"quantize_tiles_{_ACTIVATIONS[x.dtype.name]}"]
-        quantize.launch((-(-warps // 8),), 256, (x, codes, groups, *numbers), 0, stream, early=True)
+        quantize.launch((-(-groups_of_all // 32),), 256, (x, codes, groups, *numbers), 0, stream, early=True)
         arguments = (self.data, codes, groups, out, 0, 0, 0, *self._work(tokens, out_kind(out), True))
         found["ternary_gemm"].launch(
             (tiles, -(-self.rows // 128)), 288, arguments, _GEMM_SHARED, stream, early=True
+        )
+
+    def _decode_tiles(self, first: int, count: int, out: Any, activations: str, stream: Any) -> None:
+        """See :meth:`CudaLinear._decode_tiles`."""
+        rows = min(count * 16, self.rows - first * 16)
+        kind = _KINDS["float16" if activations == "f16" else "uint16"]
+        arguments = (self.data, None, first * 16, rows, out, *(0, 0, 0), *self._work(0, kind, True))
+        threads = rows * self.row_threads
+        kernels("ternary")["ternary_rows"].launch(
+            (-(-threads // 256),), 256, arguments, 0, stream, early=True
         )
 
     def quantize(self, x: Any, codes: Any, groups: Any, slots: int, stream: Any = None) -> None:
@@ -423,7 +466,7 @@ class TernaryLinear(CudaLinear):
         stream : cupy.cuda.Stream, optional
         """
         kernel = kernels("ternary")[f"quantize_activations_{_ACTIVATIONS[x.dtype.name]}"]
-        warps = self.in_features // 128 * slots
+        warps = -(-self.in_features // 128 * slots // 4)
         numbers = (x.shape[0], slots, self.in_features, x.data.ptr % 8 == 0)
         kernel.launch((-(-warps // 4),), 128, (x, codes, groups, *numbers), 0, stream, early=True)
 

@@ -49,6 +49,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "decoder_bf16": ("decoder.cu", "-DTRAPETUM_BF16"),
     "decoder_f16": ("decoder.cu",),
     **{f"prefill_f16_{dim}": ("prefill.cu", f"-DHEAD_DIM={dim}") for dim in range(16, 257, 16)},
+    "rotate": ("rotate.cu",),
     "ternary": ("ternary.cu",),
     "ternary_gemm": ("ternary_gemm.cu",),
 }

@@ -3,7 +3,8 @@
 // A matrix is `tiles` tiles of rows, each `per_tile` units along the inputs. Block b takes the units from boundary(b) to
 // boundary(b + 1), an equal share of all of them, so that no block waits for another that got one tile more. A tile that
 // several blocks share is finished by whichever of them arrives last: each leaves its sums in a workspace, and the last
-// one adds them in the order of the blocks. Who that is varies; the order of the additions does not.
+// one adds them in the order of the blocks. Who that is varies; the order of the additions does not. A block arrives when
+// it has done all its work: waiting for the answer in between would cost a microsecond for each of its tiles.
 #pragma once
 #include "common.cuh"
 
@@ -53,28 +54,29 @@ struct WarpTeam {
     DEVICE static void sync() { __syncwarp(); }
 };
 
-// value(i) is the sum that this block has for element i = token * ROWS + row of a tile, over the units [from, to).
-// finish(i, sum) takes a finished element. `flag` is one word of shared memory of the team's own.
+// A team has the sums value(i) of elements i = token * ROWS + row of a tile over its block's units [from, to) of it. It
+// finishes them, finish(i, sum), if that is all of the tile, and otherwise leaves them for collect().
 template <class Team, class Value, class Finish>
-DEVICE void settle(const Work& work, const Sums& sums, int tile, int from, int to, int count, volatile u32* flag,
-                   Value value, Finish finish) {
-    const int begin = tile * work.per_tile, end = begin + work.per_tile;
-    if (from == begin && to == end) {
+DEVICE void leave(const Work& work, const Sums& sums, int tile, int from, int to, int count, Value value, Finish finish) {
+    if (to - from == work.per_tile) {
         for (int i = Team::rank(); i < count; i += Team::size()) finish(i, value(i));
         return;
     }
-    const int block = blockIdx.x;
-    float* mine = sums.partial + ((u64)block * 2 + (from == begin)) * count;
+    float* mine = sums.partial + ((u64)blockIdx.x * 2 + (from == tile * work.per_tile)) * count;
     for (int i = Team::rank(); i < count; i += Team::size()) __stcg(mine + i, value(i));
-    int head = block, tail = block;
+}
+
+// After leave() of a shared tile: whichever block arrives last finishes it. `flag` is the team's own shared memory.
+template <class Team, class Finish>
+DEVICE void collect(const Work& work, const Sums& sums, int tile, int count, volatile u32* flag, Finish finish) {
+    const int begin = tile * work.per_tile, end = begin + work.per_tile;
+    int head = blockIdx.x, tail = head;
     while (boundary(work, head) > begin) --head;
     while (boundary(work, tail + 1) < end) ++tail;
     Team::sync();
     if (Team::rank() == 0) *flag = arrive(sums.arrived + tile);
     Team::sync();
-    const bool last = *flag == (u32)(tail - head);
-    Team::sync();
-    if (!last) return;
+    if (*flag != (u32)(tail - head)) return;
     for (int i = Team::rank(); i < count; i += Team::size()) {
         float sum = 0.f;
         for (int b = head; b <= tail; ++b)
@@ -95,7 +97,7 @@ struct Shares {
     DEVICE int begin(int warp) const { return first + warp * share + min(warp, extra); }
 };
 
-// After all warps have left their sums: [warp][head, tail][count] in `left`, of tiles that they have not whole.
+// After all warps have put their sums: [warp][head, tail][count] in `left`, of tiles that they have not whole.
 template <class Finish>
 DEVICE void settle_warps(const Work& work, const Sums& sums, int first, int last, const float* left, int count,
                          u32* flags, Finish finish) {
@@ -108,8 +110,9 @@ DEVICE void settle_warps(const Work& work, const Sums& sums, int first, int last
         while (shares.begin(head + 1) <= begin) ++head;
         if (end - begin == work.per_tile && shares.begin(head) <= begin && shares.begin(head + 1) >= end)
             continue;  // one warp had all of it, and has written it
-        settle<WarpTeam>(
-            work, sums, tile, begin, end, count, flags + warp,
+        const auto done = [&](int i, float sum) { finish(tile, i, sum); };
+        leave<WarpTeam>(
+            work, sums, tile, begin, end, count,
             [&](int i) {
                 float sum = 0.f;
                 for (int w = head; w < warps && shares.begin(w) < end; ++w)
@@ -117,6 +120,7 @@ DEVICE void settle_warps(const Work& work, const Sums& sums, int first, int last
                         sum += left[(w * 2 + (shares.begin(w) <= top)) * count + i];
                 return sum;
             },
-            [&](int i, float sum) { finish(tile, i, sum); });
+            done);
+        if (end - begin < work.per_tile) collect<WarpTeam>(work, sums, tile, count, flags + warp, done);
     }
 }

@@ -21,7 +21,7 @@ DEVICE void rotate(Load load, Store write, const signed char* signs, int block, 
         }
     }
     __syncthreads();
-    const float scale = rsqrtf((float)block);
+    const float scale = 1.f / sqrtf((float)block);
     for (int i = threadIdx.x; i < block; i += blockDim.x)
         write(base + i, v[i] * scale * (after ? (float)sign[i] : 1.f));
 }

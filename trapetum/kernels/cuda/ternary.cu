@@ -12,20 +12,24 @@
 #define ROWS 16
 #define UNIT_INPUTS 256
 
+// `worker` of `workers` warps, four groups at a time.
 template <bool BF16>
 DEVICE void quantize_all(const u16* x, u8* codes, Group* groups, int tokens, int slots, int in_features, bool aligned,
                          int worker, int workers) {
-    const int per_token = in_features / 128;
-    for (int i = worker; i < per_token * slots; i += workers) {
+    const int per_token = in_features / 128, lane = threadIdx.x & 31, place = lane & 7;
+    for (int first = worker * 4; first < per_token * slots; first += workers * 4) {
+        const int i = min(first + (lane >> 3), per_token * slots - 1);  // a lane without a group repeats the last
         const int token = i % slots, group = i / slots;
-        Group found = {0.f, 0};
+        const u64 at = (u64)min(token, tokens - 1) * in_features + group * 128;
+        u32 words[4];
+        Group found = quantize_group<BF16, false>(x + at + place * 16, aligned, words);
         if (token < tokens) {
-            const u64 at = (u64)token * in_features + group * 128;
-            const int lane = threadIdx.x & 31;
-            u8* to = codes + at + lane / 8 * 32 + lane % 8;
-            found = quantize_group<BF16>(x + at, aligned, [&](int s) { return to + s * 8; });
+#pragma unroll
+            for (int s = 0; s < 4; ++s) *(u32*)(codes + at + place / 2 * 32 + s * 8 + place % 2 * 4) = words[s];
+        } else {
+            found = Group{0.f, 0};
         }
-        if ((threadIdx.x & 31) == 0) groups[group * slots + token] = found;
+        if (place == 0) groups[group * slots + token] = found;
     }
 }
 
@@ -243,8 +247,9 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
 GEMVS(false, )
 GEMVS(true, _odd)
 
-// Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 16 inputs of a row.
-extern "C" __global__ void ternary_rows(const u8* planes, const int* ids, int count, void* out, WORK_PARAMETERS) {
+// Row i of the result is row ids[i] of the matrix, or row first + i without ids; a thread decodes 16 inputs of a row.
+extern "C" __global__ void ternary_rows(const u8* planes, const int* ids, int first, int count, void* out,
+                                        WORK_PARAMETERS) {
     const Work work = WORK;
     let_next_start();
     wait_for_inputs();
@@ -252,7 +257,7 @@ extern "C" __global__ void ternary_rows(const u8* planes, const int* ids, int co
     const int words = work.in_features / 16;
     const int i = (int)(thread / words), word = (int)(thread % words);
     if (i >= count) return;
-    const int row = ids ? ids[i] : i;
+    const int row = ids ? ids[i] : first + i;
     const bool inside = row >= 0 && row < work.rows;
     const u32 codes = inside ? ((const u32*)planes)[(u64)row * words + word] : 0;
     const u16* scales = (const u16*)(planes + (u64)work.rows * (work.in_features / 4));

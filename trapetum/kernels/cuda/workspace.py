@@ -31,6 +31,7 @@ class Workspace:
         self.arrived = cupy.zeros(1 << 12, cupy.uint32)
         self._codes = cupy.empty(0, cupy.int8)
         self._groups = cupy.empty(0, cupy.uint64)
+        self._dense = cupy.empty(0, cupy.uint16)
 
     def reserve_partial(self, count: int) -> None:
         """At least so many partial sums."""
@@ -49,6 +50,12 @@ class Workspace:
         if tokens * in_features // 128 > self._groups.size:
             self._groups = self._grown(self._groups, tokens * in_features // 128)
         return self._codes, self._groups
+
+    def dense(self, count: int) -> Any:
+        """A buffer for so many decoded weights of 16 bits."""
+        if count > self._dense.size:
+            self._dense = self._grown(self._dense, count)
+        return self._dense
 
     def _grown(self, buffer: Any, count: int) -> Any:
         self._kept.append(buffer)
