@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -325,3 +326,17 @@ def test_fused_rows_are_split(tmp_path):
     for name, values in parts.items():
         assert np.array_equal(cbk.load(name).dequantize(), values), name
     artifact.close(), cbk.close()
+
+
+SHARED = Path(os.environ.get("TRAPETUM_SHARED", Path(__file__).parents[2] / "../shared")) / "golden/cbk"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="golden files are not here")
+@pytest.mark.parametrize("name", ["CBK3", "CBKG", "CBKV2"])
+def test_golden_logits(name):
+    """Files and logits of the reference runtime, which rounds codebooks to float16: 2e-2 and every argmax."""
+    expected = np.fromfile(SHARED / f"{name}.logits.f32", "<f4").reshape(5, 512)
+    with trapetum.load(SHARED / f"{name}.cbk") as model:
+        logits = model.logits([1, 7, 3, 9, 2])
+    assert np.array_equal(logits.argmax(1), expected.argmax(1))
+    assert np.abs(logits - expected).max() / np.abs(expected).max() < 2e-2
