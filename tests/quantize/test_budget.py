@@ -141,6 +141,52 @@ def test_named_candidates_alone_are_chosen(make_model: Make) -> None:
         assert only.recipe.candidates == ("kmeans",)
 
 
+def mixture(make_model: Make) -> Path:
+    """Qwen3-MoE: four experts in each of two layers."""
+    rng = np.random.default_rng(3)
+    change, drop = {}, []
+    for layer in range(2):
+        p = f"model.layers.{layer}."
+        drop += [f"{p}mlp.{m}_proj.weight" for m in ("gate", "up", "down")]
+        shapes = {
+            f"{p}mlp.gate.weight": (4, 256),
+            f"{p}self_attn.q_norm.weight": (64,),
+            f"{p}self_attn.k_norm.weight": (64,),
+        }
+        for e in range(4):
+            x = f"{p}mlp.experts.{e}."
+            shapes |= {
+                x + "gate_proj.weight": (64, 256),
+                x + "up_proj.weight": (64, 256),
+                x + "down_proj.weight": (256, 64),
+            }
+        change |= {n: (rng.standard_normal(s) * 0.05).astype(ml_dtypes.bfloat16) for n, s in shapes.items()}
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    return make_model(change=change, drop=tuple(drop), **(WIDE | family | moe))
+
+
+def test_experts_of_a_layer_take_one_scheme_and_one_glob(make_model: Make) -> None:
+    folder = mixture(make_model)
+    with Checkpoint.open(folder) as source:
+        plan = planned(source, target_bpw=7.0)
+        found = schemes(plan)
+        for layer in range(2):
+            experts = f"model.layers.{layer}.mlp.experts."
+            assert (
+                len({found[f"{experts}{e}.{p}_proj.weight"] for e in range(4) for p in ("gate", "up")}) == 1
+            )
+            assert len({found[f"{experts}{e}.down_proj.weight"] for e in range(4)}) == 1
+        globs = [g for rule in plan.recipe.rules for g in rule.glob or ()]
+        assert "model.layers.0.mlp.experts.*.gate_proj.weight" in globs
+        assert not any(".experts.1." in g for g in globs)
+        # A rule for one expert alone: the glob of the others must not reach it.
+        fixed = "model.layers.0.mlp.experts.2.up_proj.weight"
+        own = planned(source, recipe={"target_bpw": 7.0, "rules": [{"glob": fixed, "bits": 8}]})
+        assert schemes(own)[fixed] == KMeans(256)
+        assert own.quantized_bpw <= 7.0
+
+
 @pytest.mark.slow
 def test_low_budgets_consider_additive_codebooks(make_model: Make) -> None:
     with Checkpoint.open(make_model(hidden_size=64, intermediate_size=2048, num_hidden_layers=1)) as source:
@@ -214,6 +260,20 @@ def test_fractions_are_budgets() -> None:
     assert resolve_recipe(bits=3.5).target_bpw == 3.5
     assert resolve_recipe(bits=1.58).target_bpw is None
     assert resolve_recipe(bits=4.0).target_bpw is None
+
+
+@pytest.mark.parametrize("name", ["4bit-shared8", "3bit-shared8"])
+def test_shared_experts_at_eight_bits(name: str) -> None:
+    recipe = resolve_recipe(name)
+    low = int(name[0])
+    for tensor, bits in {
+        "model.layers.3.mlp.shared_expert.gate_proj.weight": 8,
+        "model.layers.3.mlp.shared_experts.down_proj.weight": 8,
+        "model.layers.3.mlp.experts.7.up_proj.weight": low,
+        "model.layers.3.self_attn.q_proj.weight": low,
+    }.items():
+        rule = recipe.rules[recipe.find(tensor, "up", 3, "mlp.experts" in tensor) or 0]
+        assert recipe.scheme_of(rule) == KMeans(1 << bits)
 
 
 def test_recipes_as_toml() -> None:
