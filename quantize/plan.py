@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from trapetum.errors import UnsupportedModelError, listed, located
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.models.architectures import Architecture, Role, resolve
+from trapetum.models.residual import RotatedCheckpoint
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
 from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
@@ -269,6 +270,8 @@ def make_plan(source: AnyCheckpoint, recipe: Recipe, *, any_architecture: bool =
         )
     with located(source.path):
         architecture = resolve(source.config, any_architecture=any_architecture)
+        if recipe.rotate is not None:
+            source = RotatedCheckpoint(source, architecture, recipe.seed)
         head = check_tensors(source, architecture)
     wanted = tuple(
         _row(source, recipe, architecture, name) for name in source.names() if name != head.duplicate
