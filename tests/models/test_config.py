@@ -8,6 +8,7 @@ import pytest
 
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.models.config import parse_config
+from trapetum.models.rope import Rope
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -155,7 +156,7 @@ def test_no_architecture_names_file_and_keys() -> None:
 
 def test_defaults_equal_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    for name in ("llama", "mistral", "qwen2", "qwen3"):
+    for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "smollm3", "olmo2"):
         theirs = transformers.AutoConfig.for_model(name)
         keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         ours = parse_config({"model_type": name, **{k: getattr(theirs, k) for k in keys}})
@@ -165,3 +166,116 @@ def test_defaults_equal_those_of_transformers() -> None:
         assert ours.rms_norm_eps == theirs.rms_norm_eps
         assert ours.windows[0] == getattr(theirs, "sliding_window", None)
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 4,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def test_gemma3_in_both_spellings() -> None:
+    old = parse_config(GEMMA3)
+    new = parse_config(
+        {
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 4,
+            "sliding_window": 512,
+            "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+            "rope_parameters": {
+                SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+                FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        }
+    )
+    assert old.layer_types == new.layer_types == (SLIDING, SLIDING, FULL, SLIDING)
+    assert old.windows == new.windows == (512, 512, None, 512)
+    assert old.ropes == new.ropes
+    local, full = Rope(theta=1e4), Rope("linear", theta=1e6, factor=8.0)
+    assert new.ropes == (local, local, full, local)
+    assert new.rope == full
+
+
+def test_gemma3_in_its_multimodal_wrapper_with_hardly_any_keys() -> None:
+    """As gemma-3-4b was published: sizes that are the family's own are left out."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    c = parse_config(
+        {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+    )
+    assert (c.vocab_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (262_208, 8, 4, 256)
+    assert c.windows[:6] == (1024,) * 5 + (None,)
+    assert c.attention_scale == 256**-0.5
+    assert (c.hidden_act, c.embedding_scale) == ("gelu_pytorch_tanh", 2560**0.5)
+
+
+@pytest.mark.parametrize("text", [GEMMA3, GEMMA3 | {"rope_scaling": None}])
+def test_gemma3_is_read_as_transformers_reads_it(text: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    theirs = transformers.AutoConfig.for_model(**{k: v for k, v in text.items() if v is not None})
+    ours, again = parse_config(text), parse_config(theirs.to_dict())
+    assert ours.layer_types == again.layer_types == tuple(theirs.layer_types)
+    assert ours.ropes == again.ropes
+    for kind, rope in zip(ours.layer_types, ours.ropes):
+        stated = theirs.rope_parameters[kind]
+        assert rope is not None
+        assert (rope.type, rope.theta) == (stated["rope_type"], stated["rope_theta"])
+        assert rope.factor == stated.get("factor", 1.0)
+
+
+def test_a_layer_type_without_rotary_parameters_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="full_attention"):
+        parse_config(GEMMA3 | {"rope_parameters": {SLIDING: {"rope_type": "default"}}})
+
+
+def test_a_layer_type_whose_rotary_parameters_are_null_has_none() -> None:
+    c = parse_config(GEMMA3 | {"rope_parameters": {SLIDING: {"rope_theta": 1e4}, FULL: None}})
+    assert [rope is None for rope in c.ropes] == [False, False, True, False]
+
+
+def test_smollm3_layers_without_rotary_embedding() -> None:
+    c = parse_config(family("smollm3", num_hidden_layers=8))
+    assert [i for i, rope in enumerate(c.ropes) if rope is None] == [3, 7]
+    c = parse_config(family("smollm3", no_rope_layers=[0, 1, 1], use_sliding_window=True, sliding_window=9))
+    assert [rope is None for rope in c.ropes] == [True, False, False]
+    assert c.windows == (9, None, None)
+    with pytest.raises(CheckpointError, match="no_rope_layers"):
+        parse_config(family("smollm3", no_rope_layers=[0, 1]))
+
+
+def test_phi3_partial_rotation() -> None:
+    c = parse_config(family("phi3", hidden_size=96, num_attention_heads=2, partial_rotary_factor=0.75))
+    assert (c.head_dim, c.rotary_dim) == (48, 36)
+    inner = {"rope_type": "default", "partial_rotary_factor": 0.5}
+    c = parse_config(family("phi3", hidden_size=96, num_attention_heads=2, rope_parameters=inner))
+    assert c.rotary_dim == 24
+
+
+def test_options_of_other_families_are_ignored_as_in_transformers() -> None:
+    c = parse_config(changed(attn_logit_softcapping=50.0, query_pre_attn_scalar=7, no_rope_layers=[0, 0, 0]))
+    assert c.attention_softcap is None
+    assert c.attention_scale is None
+    assert None not in c.ropes
+
+
+def test_models_that_see_the_future_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention"):
+        parse_config(GEMMA3 | {"use_bidirectional_attention": True})
+
+
+def test_dynamic_scaling_reaches_beyond_the_trained_length() -> None:
+    c = parse_config(changed(rope_scaling={"type": "dynamic", "factor": 4.0}))
+    assert (c.max_position_embeddings, c.max_length) == (256, 1024)
+    assert parse_config(BASE).max_length == 256

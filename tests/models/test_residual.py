@@ -18,6 +18,7 @@ from trapetum.models.residual import RotatedCheckpoint
 from trapetum.quantize.job import quantize_model
 from trapetum.quantize.recipe import resolve_recipe
 from trapetum.runtime.model import Model, load
+from trapetum.runtime.verify import verify_path
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -139,6 +140,13 @@ def test_seed_and_parts(tmp_path: Path) -> None:
     merge_parts(tmp_path / "c")
     weights = [next((tmp_path / n).glob("*.safetensors")).read_bytes() for n in "abc"]
     assert weights[0] == weights[2] != weights[1]
+
+
+def test_verify_reads_the_source_in_the_same_basis(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", "qwen2")
+    quantize_model(folder, tmp_path / "art", bits=4, rotate="residual", threads=1, seed=3)
+    checks = {c.name: c for c in verify_path(tmp_path / "art", source=folder, threads=1).checks}
+    assert checks["reconstruction"].ok, checks["reconstruction"].detail
 
 
 def test_what_excludes_it(tmp_path: Path) -> None:

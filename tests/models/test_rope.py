@@ -42,6 +42,78 @@ def test_equal_to_transformers(scaling: dict[str, Any]) -> None:
     np.testing.assert_allclose(ours, expected, rtol=3e-7)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 100 for i in range(64)],
+    "long_factor": [2.0 + i for i in range(64)],
+    "original_max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 3.0},
+        YARN,
+        YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+        YARN | {"attention_factor": 1.5},
+        YARN | {"mscale": 0.707, "mscale_all_dim": 1.2},
+        LONGROPE | {"factor": 8.0},
+        LONGROPE,
+        LONGROPE | {"attention_factor": 1.25},
+    ],
+)
+@pytest.mark.parametrize("length", [100, 5000, 40000])
+def test_types_and_lengths_equal_to_transformers(scaling: dict[str, Any], length: int) -> None:
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    stated = {"rope_theta": 500000.0, **scaling}
+    config = transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=32768, rope_parameters=dict(stated)
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS[str(scaling["rope_type"])](config, "cpu", seq_len=length)
+    ours = parse_rope({"rope_parameters": stated, "max_position_embeddings": 32768}, 128)
+    np.testing.assert_allclose(ours.inverse_frequencies(128, length), theirs.numpy(), rtol=1e-6)
+    assert ours.magnitude == pytest.approx(factor, rel=1e-12)
+
+
+def test_regimes() -> None:
+    longrope = parse_rope({"rope_scaling": LONGROPE | {"factor": 8.0}}, 128)
+    assert [longrope.regime(n) for n in (1, 4096, 4097, 9000)] == [0, 0, 1, 1]
+    dynamic = parse_rope(
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": 10}, 8
+    )
+    assert [dynamic.regime(n) for n in (1, 10, 11, 12)] == [0, 0, 11, 12]
+    assert {Rope("linear", factor=2.0).regime(n) for n in (1, 10**6)} == {0}
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_spellings_of_longrope(kind: str) -> None:
+    stated = {k: v for k, v in LONGROPE.items() if k != "rope_type"} | {"type": kind, "factor": 8.0}
+    assert parse_rope({"rope_scaling": stated}, 128).type == "longrope"
+
+
+def test_the_original_length_outside_wins() -> None:
+    """Phi-3 says it beside the other sizes."""
+    config = {
+        "rope_scaling": {k: v for k, v in LONGROPE.items() if "original" not in k},
+        "original_max_position_embeddings": 2048,
+        "max_position_embeddings": 32768,
+    }
+    rope = parse_rope(config, 128)
+    assert (rope.original_max_position_embeddings, rope.factor) == (2048, 16.0)
+
+
+@pytest.mark.parametrize("key", ["short_factor", "long_factor"])
+@pytest.mark.parametrize("value", [None, [1.0] * 63, [1.0] * 63 + [float("nan")], ["1"] * 64, 2.0])
+def test_lists_of_factors_are_checked(key: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=key):
+        parse_rope({"rope_scaling": LONGROPE | {"factor": 8.0, key: value}}, 128)
+
+
 def test_llama3_has_all_three_ranges() -> None:
     inv = Rope().inverse_frequencies(128)
     scaled = parse_rope({"rope_theta": 10000.0, "rope_scaling": LLAMA3}, 128).inverse_frequencies(128)
