@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import trapetum
-from trapetum.export import export_artifact
+from trapetum.errors import UnsupportedModelError
+from trapetum.export import export_artifact, plan_export
 from trapetum.formats.source import open_source
 from trapetum.models.architectures import ARCHITECTURES
 
@@ -88,3 +89,100 @@ def test_calibration_reaches_every_matrix(family, tiny_model, tmp_path):
     }
     assert {name for i in found for name in i.weights} - {"lm_head.weight"} == matrices
     assert all(i.tokens == ids.size and (i.squares > 0).all() for i in found)
+
+
+REFUSED = {
+    "phi3-head-dim": ("phi3", {"head_dim": 32}, "head_dim is 32"),
+    "gemma2-untied": ("gemma2", {"tie_word_embeddings": False}, "take the embedding for the head"),
+    "gemma2-no-cap": ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping is not set"),
+    "gemma2-scale": ("gemma2", {"query_pre_attn_scalar": 48}, "query_pre_attn_scalar"),
+    "gemma3-cap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50"),
+    "gemma3-local-scaling": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0},
+                "full_attention": {"rope_type": "default"},
+            }
+        },
+        "another rotary embedding",
+    ),
+    "smollm3-pattern": ("smollm3", {"no_rope_layers": [1, 1, 0, 1]}, "no rotary embedding"),
+    "smollm3-llama3": (
+        "smollm3",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "rope_freqs.weight",
+    ),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True}, "need a head tensor"),
+    "llama-gelu": ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
+    "qwen2-yarn": (
+        "qwen2",
+        {
+            "biases": ("q", "k", "v"),
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 8,
+            },
+        },
+        "beta_fast",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_engines_would_compute_otherwise_is_refused_before_work(case, tiny_model, tmp_path):
+    family, options, reason = REFUSED[case]
+    folder = tiny_model(family, **SMALL | MODELS[family] | options)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        export_artifact(folder, "gguf", tmp_path / "m.gguf", gguf_type="F32")
+    assert not (tmp_path / "m.gguf").exists()
+    assert logits(folder).shape == (len(IDS), 512)  # it runs here
+
+
+NOTED = {
+    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "more than 128 tokens"),
+    "longrope": (
+        "phi3",
+        {
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            },
+            "original_max_position_embeddings": 64,
+        },
+        "long rotary factors",
+    ),
+    "window": ("mistral", {"sliding_window": 8}, "sliding window of 8"),
+    "yarn": (
+        "qwen2",
+        {
+            "biases": ("q", "k", "v"),
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+        "whole pairs",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_differs_in_long_texts_only_is_said(case, tiny_model, tmp_path):
+    family, options, note = NOTED[case]
+    folder = tiny_model(family, **SMALL | MODELS[family] | options)
+    with plan_export(folder, "gguf", tmp_path / "m.gguf", gguf_type="F32") as plan:
+        assert any(note in n for n in plan.notes)
