@@ -29,12 +29,14 @@ import numpy as np
 from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError, listed
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
+from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.checksums import check_files, gguf_sums
 from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.manifest import SUMS
 from trapetum.formats.source import TensorSource, open_source
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.models.architectures import text_config
+from trapetum.models.architectures import resolve, text_config
+from trapetum.models.residual import RotatedCheckpoint
 from trapetum.progress import Progress
 from trapetum.runtime.agreement import deviations
 from trapetum.runtime.checks import Check, VerifyReport, blocks
@@ -108,6 +110,7 @@ def _verify(
         return VerifyReport(path, "", [Check("integrity", False, None, error.message)])
     with opened:
         report = VerifyReport(path, opened.kind)
+        source = _in_its_basis(source, opened)
         stages: tuple[tuple[str, Callable[[], Check]], ...] = (
             ("integrity", lambda: _integrity(opened, progress)),
             ("decoder", lambda: _decoder(opened, pool, progress)),
@@ -134,6 +137,14 @@ def _open(path: Path, source: TensorSource | None) -> TensorSource:
         return opened
     opened.close()
     return CbkFile.open(path, vocab_size=vocab)
+
+
+def _in_its_basis(source: TensorSource | None, opened: TensorSource) -> TensorSource | None:
+    """The source as the job read it: turned, where the artifact's recipe says so."""
+    recipe = opened.manifest["recipe"] if isinstance(opened, Artifact) else {}
+    if not isinstance(source, Checkpoint) or recipe.get("rotate") is None:
+        return source
+    return RotatedCheckpoint(source, resolve(source.config), recipe["seed"])
 
 
 def _integrity(opened: TensorSource, progress: Progress) -> Check:
