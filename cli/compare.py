@@ -15,7 +15,9 @@ __all__ = ["compare"]
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The reference: a model folder, artifact or .cbk.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="The reference: a model folder, artifact, .cbk or Hub id.")
+    ],
     b: Annotated[Path, typer.Argument(metavar="B", help="The model under test.")],
     text: TextFile,
     ctx: Context = 512,
@@ -26,15 +28,17 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Compare the predictions of two models."""
+    from trapetum.hub import resolve_model
     from trapetum.runtime.evaluate import compare as measure
     from trapetum.runtime.model import load
 
     words = read_text(text)
+    progress = terminal_progress()
     with (
-        load(a, device=device, threads=threads, experts=experts) as first,
+        load(resolve_model(a, progress=progress), device=device, threads=threads, experts=experts) as first,
         load(b, device=device, threads=threads, experts=experts) as second,
     ):
-        result = measure(first, second, words, ctx=ctx, progress=terminal_progress())
+        result = measure(first, second, words, ctx=ctx, progress=progress)
     emit(result, lambda: _text(result), as_json=json)
 
 

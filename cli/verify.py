@@ -19,8 +19,8 @@ _WORDS = {True: "ok", False: "FAILED", None: "skipped"}
 def verify(
     path: Annotated[Path, typer.Argument(help="An artifact folder, a .cbk file or a model folder.")],
     source: Annotated[
-        Path | None,
-        typer.Option("--source", metavar="MODEL", help="The model that it was made from."),
+        str | None,
+        typer.Option("--source", metavar="MODEL", help="The model that it was made from; a Hub id, too."),
     ] = None,
     text: Annotated[
         Path | None,
@@ -39,12 +39,13 @@ def verify(
     Integrity (checksums, headers, values), the compiled decoders, the reconstruction error against the source, then
     the logits.
     """
+    from trapetum.hub import resolve_model
     from trapetum.runtime.verify import verify_path
 
     words = None if text is None else read_text(text)
-    report = verify_path(
-        path, source=source, text=words, threads=threads, ctx=ctx, progress=terminal_progress()
-    )
+    progress = terminal_progress()
+    origin = None if source is None else resolve_model(source, progress=progress)
+    report = verify_path(path, source=origin, text=words, threads=threads, ctx=ctx, progress=progress)
     rows = [[check.name, _WORDS[check.ok], check.detail] for check in report.checks]
     emit(report.to_dict(), lambda: table(["check", "result", "detail"], rows), as_json=json)
     if not report.ok:

@@ -190,7 +190,6 @@ def _head(title: str, manifest: Mapping[str, Any], tensors: Sequence[ReportTenso
         (_size(stored), "weights on disk"),
         (f"{_bpw(tensors):.3f}", "bits a weight, all"),
         (f"{_bpw(quantized):.3f}", "bits a weight, quantized"),
-        (f"{count:,}", "weights"),
         (f"{2 * count / stored:.2f} x" if stored else "-", "smaller than 16 bits"),
     ]
     mean = _mean_error(tensors)
@@ -200,7 +199,7 @@ def _head(title: str, manifest: Mapping[str, Any], tensors: Sequence[ReportTenso
     recipe = manifest["recipe"].get("name", "?")
     return (
         f"<h1>{escape(title)}</h1>\n<p class='dim'>Architecture {escape(str(manifest.get('architecture')))}, recipe "
-        f"{escape(str(recipe))}, {len(tensors):,} tensors, {len(quantized):,} of them quantized.</p>\n"
+        f"{escape(str(recipe))}, {len(tensors):,} tensors, {len(quantized):,} of them quantized, {count:,} weights.</p>\n"
         f'<div class="facts">{cells}</div>'
     )
 

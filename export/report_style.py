@@ -25,7 +25,7 @@ h1 { font-size: 1.5rem; line-height: 1.25; margin: .5rem 0; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p { margin: .5rem 0; }
 .dim, figcaption, th { color: var(--dim); }
-.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(122px, 1fr)); gap: 8px; margin: 1rem 0; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(112px, 1fr)); gap: 8px; margin: 1rem 0; }
 .facts div { background: var(--panel); border: 1px solid var(--edge); border-radius: 6px; padding: 8px 12px; }
 .facts b { display: block; font-size: 1.2rem; }
 .facts span { color: var(--dim); font-size: .85rem; }
