@@ -54,6 +54,7 @@ class BatchJob(BaseModel):
     fallback: bool = True
     target_bpw: float | None = Field(default=None, gt=0)
     candidates: tuple[str, ...] | None = None
+    rotate: Literal["residual"] | None = None
     calibrate: str | None = None
     calib_tokens: int | None = Field(default=None, ge=1)
     sequential: bool = False
@@ -72,7 +73,7 @@ class BatchJob(BaseModel):
 
 _RECIPE_OPTIONS = (
     *("bits", "scheme", "effort", "seed", "levels", "group_size", "hadamard", "fallback"),
-    *("target_bpw", "candidates"),
+    *("target_bpw", "candidates", "rotate"),
 )
 _PATHS = ("model", "recipe", "calibrate", "imatrix")
 
