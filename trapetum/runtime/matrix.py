@@ -37,7 +37,7 @@ Floats = NDArray[np.float32]
 PRECISIONS = ("exact", "precise", "fast")
 
 FUSED_TOKENS = 16  # beyond them, decoding a tile costs less than float32 products gain
-_FUSED_PIECE_WEIGHTS = 1 << 19  # 25 us or more, of which a call from Python is 3; worth waking a thread
+_FUSED_PIECE_WEIGHTS = 1 << 20  # 40 us or more, of which a call from Python is 4; worth waking a thread
 
 # Up to here a product is bound by reading weights: taken from the second-level cache it is twice as fast
 # (4096 x 4096, 4 tokens: 8 ms in tiles against 16 ms in one product).
