@@ -44,6 +44,8 @@ _RULES: Mapping[str, _Rule] = {
     "qwen3moe": _Rule(normalise=True, width=True),
     "olmoe": _Rule(normalise=False),
     "gpt-oss": _Rule(normalise=True, width=True, alternating=True),
+    "qwen3next": _Rule(normalise=True, width=True),
+    "qwen35moe": _Rule(normalise=True, width=True),
 }
 
 

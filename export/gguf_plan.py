@@ -12,6 +12,7 @@ import numpy as np
 
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
+from trapetum.export.deltas import delta_pairs, delta_sizes, stored_deltas
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
 from trapetum.export.gguf_experts import expert_faults, expert_pairs
@@ -119,16 +120,17 @@ class _Planner:
                 hint=_EXPORT_SOMEWHERE,
             )
         self.family: Family = FAMILIES[self.arch.gguf]
-        self.artifact = split_latents(stacked(request.artifact, self.config), self.config)
+        whole = split_latents(stacked(request.artifact, self.config), self.config)
+        self.arch.check_tensors(self.config, {n: whole.shape(n) for n in whole.names()})
+        self.artifact = stored_deltas(whole, self.config)
         self.names = self.arch.index(self.artifact.names())
-        self.arch.check_tensors(self.config, {n: self.artifact.shape(n) for n in self.artifact.names()})
         self.records: Mapping[str, Any] = {}
         if isinstance(self.artifact, Artifact | StackedExperts | LatentView):
             self.records = self.artifact.records
         self.source = (
             None
             if request.source is None
-            else split_latents(stacked(request.source, self.config), self.config)
+            else stored_deltas(split_latents(stacked(request.source, self.config), self.config), self.config)
         )
         self.rotation: HadamardRotation | None = None  # of the folded tensors, all the same
         self.faults: list[str] = []
@@ -168,6 +170,7 @@ class _Planner:
             **model_pairs(self.config, str(self.arch.gguf)),
             **expert_pairs(self.config, str(self.arch.gguf)),
             **latent_pairs(self.config),
+            **delta_pairs(self.config, self.artifact),
             **tokenizer,
             **self._rotation_pairs(),
         }
@@ -305,8 +308,12 @@ class _Planner:
     def _rotation_pairs(self) -> dict[str, Any]:
         if self.rotation is None:
             return {}
+        sizes = delta_sizes(self.config, self.artifact)
         return rotation_pairs(
-            self.rotation, self.folded, tied=all(role.kind != "head" for role in self.names)
+            self.rotation,
+            self.folded,
+            tied=all(role.kind != "head" for role in self.names),
+            delta_grouped=sizes is not None and sizes.moved and sizes.grouped_output,
         )
 
     # ------------------------------------------------------------------ checks and notes

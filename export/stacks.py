@@ -24,14 +24,14 @@ from trapetum.models.experts import SECTION, is_sparse
 from trapetum.rotation import HadamardRotation
 from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
-__all__ = ["MIXED", "StackedExperts", "stacked"]
+__all__ = ["MIXED", "Piece", "StackedExperts", "stacked"]
 
 MIXED = "mixed"
 """Layout of a stack whose experts have several."""
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """Rows of a stored tensor, in its matrix form."""
 
     name: str
@@ -73,14 +73,16 @@ class StackedExperts:
     """
 
     def __init__(
-        self, source: TensorSource, stacks: dict[str, tuple[tuple[int, ...], tuple[_Piece, ...]]]
+        self, source: TensorSource, stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]]
     ) -> None:
         self.source, self._stacks = source, stacks
         self.path: Path = source.path
         self.kind, self.config, self.notes = source.kind, source.config, source.notes
         self._within = {p.name: name for name, (_, pieces) in stacks.items() for p in pieces}
         self._layouts: dict[str, str] = {}
-        self.records: dict[str, Any] = self._records(source) if isinstance(source, Artifact) else {}
+        self.records: dict[str, Any] = (
+            self._records(source) if isinstance(source, Artifact | StackedExperts) and source.records else {}
+        )
 
     def names(self) -> list[str]:
         """Names of the stacks after those of all other tensors."""
@@ -152,16 +154,16 @@ class StackedExperts:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _cut(self, name: str, start: int, stop: int) -> Iterator[_Piece]:
+    def _cut(self, name: str, start: int, stop: int) -> Iterator[Piece]:
         """The stored rows behind rows ``start`` to ``stop`` of a stack."""
         at = 0
         for piece in self._stacks[name][1]:
             first, last = max(start - at, 0), min(stop - at, piece.count)
             if first < last:
-                yield _Piece(piece.name, slice(piece.rows.start + first, piece.rows.start + last))
+                yield Piece(piece.name, slice(piece.rows.start + first, piece.rows.start + last))
             at += piece.count
 
-    def _records(self, artifact: Artifact) -> dict[str, Any]:
+    def _records(self, artifact: Artifact | StackedExperts) -> dict[str, Any]:
         found: dict[str, Any] = {n: r for n, r in artifact.records.items() if n not in self._within}
         for name, (shape, pieces) in self._stacks.items():
             own = [artifact.records[p.name] for p in pieces]
@@ -189,7 +191,7 @@ def stacked(source: TensorSource, config: ModelConfig) -> TensorSource:
         return source
     stored = set(source.names())
     names = arch.index(source.names())
-    stacks: dict[str, tuple[tuple[int, ...], tuple[_Piece, ...]]] = {}
+    stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
     for layer in filter(lambda i: is_sparse(config, i), range(config.num_hidden_layers)):
         for part in ("gate", "up", "down"):
             module = arch.module(f"experts_{part}")
@@ -213,15 +215,15 @@ def stacked(source: TensorSource, config: ModelConfig) -> TensorSource:
     return StackedExperts(source, stacks) if stacks else source
 
 
-def _piece(source: TensorSource, name: str, rows: slice | None, outputs: int, *, bias: bool) -> _Piece:
+def _piece(source: TensorSource, name: str, rows: slice | None, outputs: int, *, bias: bool) -> Piece:
     """The rows of an expert: its matrix, or its bias as one row."""
     if not bias:
-        return _Piece(name, rows or slice(0, outputs))
+        return Piece(name, rows or slice(0, outputs))
     if len(source.shape(name)) > 1:
         raise CheckpointError(
             f"{source.path}: tensor {name} is {list(source.shape(name))}; single biases are stacked"
         )
-    return _Piece(name, slice(0, 1))
+    return Piece(name, slice(0, 1))
 
 
 def _form(tensor: QuantizedTensor) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trapetum.errors import FormatError, UnsupportedModelError
+from trapetum.formats.gguf_delta import DELTA_FAMILIES
 from trapetum.formats.gguf_names import FAMILIES, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, Family
 from trapetum.formats.strict_json import shown
 
@@ -113,6 +114,8 @@ def model_config(
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")
         _apply_factors(config, rope, rope_factors[ROPE_FACTORS], original)
     config |= _layer_config(family, value, metadata, config)
+    if arch in DELTA_FAMILIES:
+        config |= _delta_config(path, value, metadata, config["num_hidden_layers"])
     for ours, theirs in (
         ("bos_token_id", "bos_token_id"),
         ("eos_token_id", "eos_token_id"),
@@ -187,6 +190,28 @@ def _layer_config(
     return found
 
 
+def _delta_config(
+    path: Path, value: Callable[..., Any], metadata: Mapping[str, Any], layers: int
+) -> dict[str, Any]:
+    """Keys of a model with gated delta nets."""
+    arch = metadata["general.architecture"]
+    interval = value("full_attention_interval", int, 4)
+    linear = metadata.get(f"{arch}.attention.recurrent_layers")
+    if linear is None:
+        linear = [(i + 1) % interval != 0 for i in range(layers)]
+    if len(linear) != layers:
+        raise FormatError(f"{path}: {arch}.attention.recurrent_layers names {len(linear)} layers of {layers}")
+    heads = value("ssm.time_step_rank", int)
+    return {
+        "layer_types": ["linear_attention" if one else "full_attention" for one in linear],
+        "linear_conv_kernel_dim": value("ssm.conv_kernel", int),
+        "linear_num_key_heads": value("ssm.group_count", int),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": value("ssm.state_size", int),
+        "linear_value_head_dim": value("ssm.inner_size", int) // max(heads, 1),
+    }
+
+
 def _expert_config(family: Family, value: Callable[..., Any], intermediate: int) -> dict[str, Any]:
     """Keys of a model with routed experts; its class, where a family has models with and without."""
     experts = value("expert_count", int, 0)
@@ -196,7 +221,7 @@ def _expert_config(family: Family, value: Callable[..., Any], intermediate: int)
     config: dict[str, Any] = {
         "num_experts_per_tok": value("expert_used_count", int),
         "moe_intermediate_size": width,
-        "norm_topk_prob": family.model_type == "qwen3_moe",
+        "norm_topk_prob": family.model_type in ("qwen3_moe", "qwen3_next"),
     }
     if family.model_type == "llama":
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}

@@ -54,6 +54,8 @@ class Family:
         The same for whole names that do not end in a suffix: GGUF's name -> the checkpoint's.
     norm_offset : float
         What the file's norms are more than the checkpoint's.
+    plain_norms : frozenset of str
+        Ends of the checkpoint's names of norms that are the same in the file all the same.
     head : str
         ``any``; ``tied``: never a tensor of its own; ``own``: always.
     """
@@ -66,6 +68,7 @@ class Family:
     bare: Mapping[str, str] = field(default_factory=dict)
     norm_offset: float = 0.0
     head: str = "any"
+    plain_norms: frozenset[str] = frozenset()
 
     @cached_property
     def _checkpoint_names(self) -> dict[str, str]:
@@ -84,6 +87,24 @@ _POST_NORMS = {
 }
 _GEMMA = _POST_NORMS | {"blk.{}.ffn_norm": "model.layers.{}.pre_feedforward_layernorm"}
 _EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+
+
+_DELTA = {
+    "blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.attn_qkv": "model.layers.{}.linear_attn.in_proj_qkv",
+    "blk.{}.attn_gate": "model.layers.{}.linear_attn.in_proj_z",
+    "blk.{}.ssm_alpha": "model.layers.{}.linear_attn.in_proj_a",
+    "blk.{}.ssm_beta": "model.layers.{}.linear_attn.in_proj_b",
+    "blk.{}.ssm_ba": "model.layers.{}.linear_attn.in_proj_ba",
+    "blk.{}.ssm_conv1d": "model.layers.{}.linear_attn.conv1d",
+    "blk.{}.ssm_norm": "model.layers.{}.linear_attn.norm",
+    "blk.{}.ssm_out": "model.layers.{}.linear_attn.out_proj",
+}
+_DELTA_BARE = {
+    "blk.{}.ssm_a": "model.layers.{}.linear_attn.A_log",
+    "blk.{}.ssm_dt.bias": "model.layers.{}.linear_attn.dt_bias",
+}
+_DELTA_NORMS = frozenset({"linear_attn.norm.weight"})
 
 
 FAMILIES: dict[str, Family] = {
@@ -133,6 +154,23 @@ FAMILIES: dict[str, Family] = {
         },
         {"blk.{}.exp_probs_b.bias": "model.layers.{}.mlp.gate.e_score_correction_bias"},
     ),
+    **{
+        name: Family(
+            model_type,
+            hf_class,
+            False,
+            frozenset(),
+            _DELTA,
+            _DELTA_BARE,
+            norm_offset=1.0,
+            plain_norms=_DELTA_NORMS,
+        )
+        for name, model_type, hf_class in (
+            ("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM"),
+            ("qwen35moe", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+            ("qwen3next", "qwen3_next", "Qwen3NextForCausalLM"),
+        )
+    },
     "gpt-oss": Family(
         "gpt_oss",
         "GptOssForCausalLM",

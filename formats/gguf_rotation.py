@@ -13,6 +13,7 @@ sign_values            ARRAY INT32      +1 and -1, one after the other
 weight_names           ARRAY STRING     matrices that multiply a rotated activation
 inverse_weight_names   ARRAY STRING     ``token_embd.weight``, where its rows are rotated
 tied_output            BOOL             true in version 2
+gdn_v_grouped          BOOL             true where columns of ``ssm_out`` are in the checkpoint's order
 =====================  ===============  =============================================================================
 
 Source: the Prism fork of llama.cpp and the readers that follow it; they refuse other types and values, and so do we.
@@ -41,13 +42,19 @@ _FIXED = {"transform": "normalized-sylvester-walsh-hadamard", "axis": "input-las
 
 @dataclass(frozen=True)
 class FoldedRotation:
-    """A rotation and the GGUF names of the tensors that it is folded into, the embedding among them."""
+    """A rotation and the GGUF names of the tensors that it is folded into, the embedding among them.
+
+    ``delta_grouped``: columns of ``ssm_out`` are in the checkpoint's order (``formats.gguf_delta``).
+    """
 
     rotation: HadamardRotation
     names: frozenset[str]
+    delta_grouped: bool = False
 
 
-def rotation_pairs(rotation: HadamardRotation, names: Sequence[str], *, tied: bool) -> dict[str, KeyValue]:
+def rotation_pairs(
+    rotation: HadamardRotation, names: Sequence[str], *, tied: bool, delta_grouped: bool = False
+) -> dict[str, KeyValue]:
     """The keys of a file.
 
     Parameters
@@ -57,6 +64,8 @@ def rotation_pairs(rotation: HadamardRotation, names: Sequence[str], *, tied: bo
         GGUF names of the tensors that it is folded into.
     tied : bool
         Whether the embedding is the head too.
+    delta_grouped : bool
+        Whether columns of ``ssm_out`` are not where engines expect them otherwise.
     """
     widths = sorted(rotation.signs)
     folded = [name for name in names if name != _EMBEDDING]
@@ -78,6 +87,8 @@ def rotation_pairs(rotation: HadamardRotation, names: Sequence[str], *, tied: bo
         pairs["inverse_weight_names"] = KeyValue([_EMBEDDING], ValueType.ARRAY, ValueType.STRING)
         if tied:
             pairs["tied_output"] = KeyValue(True, ValueType.BOOL)
+    if delta_grouped:
+        pairs["gdn_v_grouped"] = KeyValue(True, ValueType.BOOL)
     return {_PREFIX + key: value for key, value in pairs.items()}
 
 
@@ -107,7 +118,7 @@ def read_rotation(
     for key, values in {
         **allowed,
         "sign_mode": ("explicit", "identity"),
-        "gdn_v_grouped": (None, False),
+        "gdn_v_grouped": (None, False, True),
     }.items():
         if stated.get(key) not in values:
             raise UnsupportedModelError(
@@ -137,7 +148,8 @@ def read_rotation(
         raise FormatError(f"{path}: {_PREFIX.rstrip('.')} is not usable: {problem}") from None
     if missing := widths - set(rotation.signs):
         raise FormatError(f"{path}: {_PREFIX.rstrip('.')} has no signs for rows of {sorted(missing)}")
-    return FoldedRotation(rotation, frozenset([*names, *inverse]))
+    grouped = stated.get("gdn_v_grouped") is True
+    return FoldedRotation(rotation, frozenset([*names, *inverse]), grouped)
 
 
 def _signs(stated: Mapping[str, Any], widths: set[int]) -> dict[int, Any]:

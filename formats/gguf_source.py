@@ -20,9 +20,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError
+from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError, located
 from trapetum.formats.gguf import GgufFile, GgufTensor
 from trapetum.formats.gguf_config import model_config, model_family
+from trapetum.formats.gguf_delta import DeltaSizes, delta_part
 from trapetum.formats.gguf_names import (
     FAMILIES,
     ROPE_FACTORS,
@@ -168,6 +169,20 @@ class GgufSource:
         shapes = {info.name: info.shape for _, info in self._where.values()}
         return read_rotation(self.path, self.metadata, shapes)
 
+    @cached_property
+    def _delta(self) -> DeltaSizes | None:
+        rotation = self._rotation
+        grouped = rotation is not None and rotation.delta_grouped
+        with located(self.path):
+            sizes = DeltaSizes.read(self.metadata, grouped_output=grouped)
+        if sizes is not None and sizes.moved and rotation is not None and not grouped:
+            if any(name.endswith(".ssm_out.weight") for name in rotation.names):
+                raise UnsupportedModelError(
+                    f"{self.path}: a rotation is folded into ssm_out with its heads tiled "
+                    "(prism.hadamard.gdn_v_grouped is not set), which cannot be undone here"
+                )
+        return sizes
+
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """The rotation that is folded into a tensor; ``load`` gives the weights as stored, rotated."""
         folded = self._rotation
@@ -175,7 +190,9 @@ class GgufSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
-        shape = self._find(name)[1].shape
+        shape, part = self._find(name)[1].shape, delta_part(name)
+        if part and self._delta is not None:
+            return self._delta.shape(part, shape)
         return (1, *shape) if _is_flat(name, shape) else shape
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -207,6 +224,9 @@ class GgufSource:
 
     def _load(self, name: str, rows: slice | None) -> QuantizedTensor:
         file, info = self._find(name)
+        if (part := delta_part(name)) and (sizes := self._delta) is not None:
+            restored = sizes.restored(part, file.load(info.name))
+            return restored if rows is None else _rows(restored, rows)
         heads = self._interleaved_heads(name)
         if heads is None:
             return self._as_stored_by_checkpoints(name, file.load(info.name, rows))
@@ -226,9 +246,12 @@ class GgufSource:
         """Norms of some families are more by one in a file; a map to one value may have lost its row."""
         if _is_flat(name, stored.shape):
             return DenseTensor(stored.dequantize()[None])
-        offset = self._names.norm_offset if self._names is not None else 0.0
-        if not offset or not name.endswith("norm.weight"):
+        family = self._names
+        if family is None or not family.norm_offset or not name.endswith("norm.weight"):
             return stored
+        if name.endswith(tuple(family.plain_norms)):
+            return stored
+        offset = family.norm_offset
         return DenseTensor(stored.dequantize() - np.float32(offset))
 
     def release(self, name: str, rows: slice | None = None) -> None:
@@ -277,7 +300,7 @@ class GgufSource:
             raise CheckpointError(f"{self.path}: there is no tensor named {shown(name)}") from None
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: info.shape for name, (_, info) in self._where.items()}
+        return {name: self.shape(name) for name in self._where}
 
     def _interleaved_heads(self, name: str) -> int | None:
         """Heads of a tensor whose rows are stored interleaved; else None."""
@@ -295,6 +318,14 @@ class GgufSource:
 def _is_flat(name: str, shape: tuple[int, ...]) -> bool:
     """Whether a converter squeezed the one row of a shared expert's router."""
     return len(shape) == 1 and name.endswith(".shared_expert_gate.weight")
+
+
+def _rows(tensor: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Some rows of the matrix form."""
+    if isinstance(tensor, BlockTensor):
+        return BlockTensor(tensor.type, tensor.blocks[rows])
+    values = tensor.values if isinstance(tensor, DenseTensor) else tensor.dequantize()
+    return DenseTensor(values.reshape(matrix_shape(tensor.shape))[rows])
 
 
 def _scaled_weight(name: str, info: GgufTensor, family: Family | None) -> str | None:

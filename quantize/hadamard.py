@@ -21,10 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["ARCHITECTURES", "ROLES", "rotate_rows"]
 
-ARCHITECTURES = ("llama", "mistral", "qwen3")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Families of our table whose rotated GGUF files are read somewhere (mistral is stored as llama)."""
 
-ROLES = ("q", "k", "v", "o", "gate", "up", "down", "head", "embed")
+ROLES = ("q", "k", "v", "qkv", "o", "gate", "up", "down", "head", "embed")
 
 
 def rotate_rows(

@@ -51,7 +51,7 @@ def build(weights, heads, pool, fused=False):
         parts = both
     return DeltaNet(
         heads,
-        tuple(linear(p, pool) for p in parts),
+        dict(zip(("qkvz", "ba") if fused else ("qkv", "z", "b", "a"), (linear(p, pool) for p in parts))),
         weights["conv"],
         np.exp(weights["A_log"]),
         weights["dt_bias"],

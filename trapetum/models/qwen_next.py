@@ -117,20 +117,25 @@ def _blocks(config: ModelConfig, layer: int) -> tuple[str, str]:
 
 
 _CHANNELS = "delta_key+delta_key+delta_value"
+# part, kind, name, rows, form of storage
+_QKV_Z = (
+    ("delta_qkv", "qkv", "in_proj_qkv", _CHANNELS, "delta=separate"),
+    ("delta_z", "gate", "in_proj_z", "delta_value", "delta=separate"),
+)
 _SEPARATE = (
-    ("delta_qkv", "qkv", "in_proj_qkv", _CHANNELS),
-    ("delta_z", "gate", "in_proj_z", "delta_value"),
-    ("delta_b", "vector", "in_proj_b", "delta_heads"),
-    ("delta_a", "vector", "in_proj_a", "delta_heads"),
+    *_QKV_Z,
+    ("delta_b", "vector", "in_proj_b", "delta_heads", ""),
+    ("delta_a", "vector", "in_proj_a", "delta_heads", ""),
 )
 _FUSED = (
-    ("delta_qkvz", "qkv", "in_proj_qkvz", _CHANNELS + "+delta_value"),
-    ("delta_ba", "vector", "in_proj_ba", "delta_heads+delta_heads"),
+    ("delta_qkvz", "qkv", "in_proj_qkvz", _CHANNELS + "+delta_value", "delta=fused"),
+    *_QKV_Z,  # what a GGUF is read as
+    ("delta_ba", "vector", "in_proj_ba", "delta_heads+delta_heads", ""),
 )
 
 
 def _modules(
-    projections: tuple[tuple[str, str, str, str], ...], feed_forward: tuple[Module, ...]
+    projections: tuple[tuple[str, str, str, str, str], ...], feed_forward: tuple[Module, ...]
 ) -> tuple[Module, ...]:
     embed, final_norm, head = outer_modules(offset=1.0)
     attn_norm, ffn_norm = norm_modules(
@@ -138,8 +143,8 @@ def _modules(
     )
     delta = (
         *(
-            Module(part, kind, _DELTA_NET + name, (rows, "hidden"), reads="delta_qkv")
-            for part, kind, name, rows in projections
+            Module(part, kind, _DELTA_NET + name, (rows, "hidden"), reads="delta_qkv", form=form)
+            for part, kind, name, rows, form in projections
         ),
         Module("delta_conv", "vector", _DELTA_NET + "conv1d", (_CHANNELS, "1", "delta_taps")),
         Module("delta_rate", "vector", _DELTA_NET + "A_log", ("delta_heads",), suffix=""),

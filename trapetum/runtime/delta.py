@@ -10,6 +10,7 @@ Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024; the layer order 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -114,8 +115,8 @@ class DeltaNet:
     Parameters
     ----------
     heads : DeltaHeads
-    projections : tuple of Linear
-        ``qkv, z, b, a``; or fused ``qkvz, ba``.
+    projections : mapping of str to Linear
+        ``qkv``, ``z``, ``b`` and ``a``; or ``qkvz`` or ``ba`` for two of them, fused by key heads.
     conv : ndarray of float32, shape (channels, taps)
         The last tap weighs the position itself.
     rate : ndarray of float32, shape (value_heads,)
@@ -127,7 +128,7 @@ class DeltaNet:
     """
 
     heads: DeltaHeads
-    projections: tuple[Linear, ...]
+    projections: Mapping[str, Linear]
     conv: Floats
     rate: Floats
     dt_bias: Floats
@@ -173,18 +174,13 @@ class DeltaNet:
 
     def _project(self, x: Floats) -> list[Floats]:
         """``qkv, z, b, a`` of float32 [tokens, hidden]."""
-        found = apply_all(x, *self.projections)
-        if len(found) == 4:
-            return found
-        heads = self.heads
-        order, order_ba = heads.fused_order()
-        qkvz, ba = found[0][:, order], found[1][:, order_ba]
-        return [
-            qkvz[:, : heads.channels],
-            qkvz[:, heads.channels :],
-            ba[:, : heads.values],
-            ba[:, heads.values :],
-        ]
+        found = dict(zip(self.projections, apply_all(x, *self.projections.values()), strict=True))
+        heads, orders = self.heads, self.heads.fused_order()
+        for parts, order, at in (("qkv z", orders[0], heads.channels), ("b a", orders[1], heads.values)):
+            if (fused := found.pop(parts.replace(" ", ""), None)) is not None:
+                both = fused[:, order]
+                found |= dict(zip(parts.split(), (both[:, :at], both[:, at:]), strict=True))
+        return [found[part] for part in ("qkv", "z", "b", "a")]
 
     def _convolved(self, qkv: Floats, state: DeltaState, pool: Pool) -> tuple[Floats, Floats, Floats]:
         """Queries, keys and values after the convolution: [batch, positions, heads, width]; advances the window."""
@@ -229,11 +225,11 @@ def build_delta_net(weights: Weights, layer: int) -> DeltaNet:
     options = weights.config.sections[DELTA]
     if not isinstance(options, DeltaOptions):
         raise TypeError(f"the options of a delta net are {type(options).__name__}")
-    fused = weights.find("delta_qkvz", layer) is not None
-    parts = ("delta_qkvz", "delta_ba") if fused else ("delta_qkv", "delta_z", "delta_b", "delta_a")
+    parts = ("qkvz", "qkv", "z", "ba", "b", "a")
+    stored = [part for part in parts if weights.find(f"delta_{part}", layer) is not None]
     return DeltaNet(
         DeltaHeads(options.key_heads, options.value_heads, options.key_dim, options.value_dim),
-        tuple(weights.linear(part, layer) for part in parts),
+        {part: weights.linear(f"delta_{part}", layer) for part in stored},
         conv=weights.vector("delta_conv", layer).reshape(-1, options.taps),
         rate=np.exp(weights.vector("delta_rate", layer)),
         dt_bias=weights.vector("delta_dt", layer),

@@ -1,0 +1,141 @@
+"""A view of a model with delta nets as GGUF files hold them: value heads tiled, projections apart, rates as numbers.
+
+Rows change places as they are stored (``export.stacks`` puts pieces one under the other); columns of ``out_proj`` are
+moved inside rows, whole groups or blocks at a time. ``A_log`` becomes ``-exp(A_log)``, the convolution loses its middle
+dimension. See ``formats.gguf_delta``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.export.stacks import Piece, StackedExperts
+from trapetum.formats.decoded import rotation_of
+from trapetum.formats.gguf_delta import DELTA_FAMILIES, DeltaSizes, delta_part, take_columns
+from trapetum.formats.gguf_values import KeyValue, ValueType
+from trapetum.formats.source import TensorSource
+from trapetum.models.config import ModelConfig
+from trapetum.models.qwen_next import DELTA, LINEAR, DeltaOptions
+from trapetum.runtime.delta import DeltaHeads
+from trapetum.tensors import DenseTensor, QuantizedTensor
+
+__all__ = ["DeltaView", "delta_pairs", "delta_sizes", "stored_deltas"]
+
+_NAME = "model.layers.{}.linear_attn.{}"
+_SECTIONS = [11, 11, 10, 0]  # of the rotary embedding of images and text; engines insist on the key
+
+
+def delta_sizes(config: ModelConfig, source: TensorSource) -> DeltaSizes | None:
+    """Heads of a model's delta nets and their order in a file; None where it has none."""
+    options = config.sections.get(DELTA)
+    if not isinstance(options, DeltaOptions):
+        return None
+    outputs = [n for n in source.names() if delta_part(n) == "out_proj" and n.endswith("weight")]
+    return DeltaSizes(
+        options.key_heads,
+        options.value_heads,
+        options.key_dim,
+        options.value_dim,
+        DELTA_FAMILIES[str(config.architecture.gguf)],
+        any(rotation_of(source, name) is not None for name in outputs),
+    )
+
+
+class DeltaView(StackedExperts):
+    """See the module; implements ``TensorSource``.
+
+    Parameters
+    ----------
+    source : TensorSource
+    stacks : mapping
+        Tensors whose rows change places; see :class:`~trapetum.export.stacks.StackedExperts`.
+    sizes : DeltaSizes
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]],
+        sizes: DeltaSizes,
+    ) -> None:
+        self.sizes = sizes
+        super().__init__(source, stacks)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Logical shape; of a convolution without the middle dimension."""
+        shape = super().shape(name)
+        return (shape[0], shape[-1]) if delta_part(name) == "conv1d" else shape
+
+    def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """A tensor as the file has it, or some rows of its matrix form."""
+        tensor, part = super().load(name, rows), delta_part(name)
+        columns = self.sizes.columns(part)
+        if columns is not None:
+            tensor = take_columns(tensor, columns)
+        if part in ("A_log", "dt_bias") and isinstance(tensor, DenseTensor):
+            order = self.sizes.rows(part)
+            values = tensor.values.reshape(-1)
+            values = values if order is None else values[order]
+            tensor = DenseTensor(-np.exp(values.astype(np.float32)) if part == "A_log" else values)
+        if part == "conv1d" and isinstance(tensor, DenseTensor):
+            tensor = DenseTensor(tensor.values.reshape(-1, tensor.values.shape[-1]))
+        return tensor
+
+    def dtype(self, name: str) -> np.dtype[Any]:
+        """Stored dtype; float32 of rates."""
+        return np.dtype(np.float32) if delta_part(name) == "A_log" else super().dtype(name)
+
+
+def stored_deltas(source: TensorSource, config: ModelConfig) -> TensorSource:
+    """The same model as a GGUF of its family holds it; the source itself where it has no delta nets."""
+    sizes = delta_sizes(config, source)
+    if sizes is None:
+        return source
+    names = set(source.names())
+    stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    for layer in (i for i, kind in enumerate(config.layer_types) if kind == LINEAR):
+        fused = _NAME.format(layer, "in_proj_qkvz.weight")
+        if fused in names:
+            heads = DeltaHeads(sizes.keys, sizes.values, sizes.key_dim, sizes.value_dim)
+            order, _ = heads.fused_order()
+            parts = {"in_proj_qkv": order[: heads.channels], "in_proj_z": order[heads.channels :]}
+            for part, rows in parts.items():
+                name = _NAME.format(layer, f"{part}.weight")
+                stacks[name] = (rows.size, source.shape(fused)[-1]), _pieces(fused, rows)
+        for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d"):
+            name = _NAME.format(layer, f"{part}.weight")
+            if name in names and (moved := sizes.rows(part)) is not None:
+                stacks[name] = source.shape(name), _pieces(name, moved)
+    return DeltaView(source, stacks, sizes)
+
+
+def _pieces(name: str, order: NDArray[np.intp]) -> tuple[Piece, ...]:
+    """Runs of consecutive rows."""
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    return tuple(Piece(name, slice(int(run[0]), int(run[-1]) + 1)) for run in np.split(order, breaks))
+
+
+def delta_pairs(config: ModelConfig, source: TensorSource) -> Mapping[str, KeyValue]:
+    """Keys of a model with delta nets."""
+    sizes, options = delta_sizes(config, source), config.sections.get(DELTA)
+    if sizes is None or not isinstance(options, DeltaOptions):
+        return {}
+    counts = {
+        "ssm.conv_kernel": options.taps,
+        "ssm.state_size": sizes.key_dim,
+        "ssm.group_count": sizes.keys,
+        "ssm.time_step_rank": sizes.values,
+        "ssm.inner_size": sizes.values * sizes.value_dim,
+    }
+    linear = [kind == LINEAR for kind in config.layer_types]
+    interval = next((i + 1 for i, one in enumerate(linear) if not one), len(linear))
+    pairs = {key: KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
+    pairs["full_attention_interval"] = KeyValue(interval, ValueType.UINT32)
+    pairs["attention.recurrent_layers"] = KeyValue(linear, ValueType.ARRAY, ValueType.BOOL)
+    if DELTA_FAMILIES[str(config.architecture.gguf)]:
+        pairs["rope.dimension_sections"] = KeyValue(_SECTIONS, ValueType.ARRAY, ValueType.INT32)
+    return {f"{config.architecture.gguf}.{key}": pair for key, pair in pairs.items()}

@@ -1,0 +1,119 @@
+"""Delta nets as GGUF: in llama.cpp itself, back through our reader, and rotated as the Prism fork expects them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import trapetum
+from trapetum.formats.gguf import GgufFile
+from trapetum.formats.gguf_delta import DeltaSizes
+from trapetum.formats.source import open_source
+
+COMMON = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "partial_rotary_factor": 0.5,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+FAMILIES = {
+    "qwen3_5_text": COMMON,
+    "qwen3_5_moe_text": COMMON | EXPERTS,
+    "qwen3_next": COMMON | EXPERTS,
+}
+IDS = (np.arange(60) * 37 % 500 + 3).tolist()
+
+
+def rates(name, values):
+    """Plausible rates: they must not forget everything at once."""
+    return np.log(np.linspace(0.1, 4, values.size)).astype(np.float32) if name.endswith("A_log") else values
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    x -= x.max()
+    return x - np.log(np.exp(x).sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_computes_the_same(tmp_path, tiny_model, llama_cpp, family):
+    model = tiny_model(family, edit=rates, **FAMILIES[family])
+    for kind, limit in (("F32", 5e-4), ("F16", 5e-3)):
+        path = tmp_path / f"{kind}.gguf"
+        trapetum.export_artifact(model, "gguf", path, gguf_type=kind)
+        with trapetum.load(model) as ours:
+            expected = log_softmax(ours.logits(IDS)[-1])
+        got = llama_cpp(path).log_probabilities(IDS)
+        assert np.abs(got - expected).max() < limit * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [(2, 4), (2, 2), (1, 3)])
+def test_a_file_is_read_back_as_the_checkpoint(tmp_path, tiny_model, family, heads):
+    sizes = {"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    model = tiny_model(family, edit=rates, **FAMILIES[family] | sizes)
+    trapetum.export_artifact(model, "gguf", tmp_path / "x.gguf", gguf_type="F32")
+    with trapetum.load(model) as a, trapetum.load(tmp_path / "x.gguf") as b:
+        expected, got = a.logits(IDS), b.logits(IDS)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_tiled_heads_are_a_permutation_that_the_reader_undoes():
+    sizes = DeltaSizes(3, 12, 8, 4, tiled=True)
+    assert sorted(sizes.heads) == list(range(12))
+    assert sizes.heads[:4].tolist() == [0, 4, 8, 1]  # first value head of each key head, then the second ...
+    for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "conv1d"):
+        rows = sizes.rows(part)
+        assert sorted(rows) == list(range(rows.size))
+    assert sizes.rows("out_proj") is None
+    assert DeltaSizes(3, 3, 8, 4, tiled=True).rows("in_proj_z") is None
+
+
+def test_rotated_ternary_file_is_read_run_and_written_again(tmp_path, tiny_model):
+    """The shape of Bonsai-2: PQ2_0 with a Hadamard rotation, the columns of ssm_out left where the model has them."""
+    sizes = {"hidden_size": 256, "linear_value_head_dim": 128, "linear_key_head_dim": 128, "head_dim": 128}
+    model = tiny_model("qwen3_5_text", edit=rates, **COMMON | sizes)
+    trapetum.quantize_model(model, tmp_path / "art", scheme="ternary", hadamard=True)
+    first = tmp_path / "first.gguf"
+    trapetum.export_artifact(tmp_path / "art", "gguf", first)
+    file = GgufFile.open(first)
+    assert file.metadata["prism.hadamard.gdn_v_grouped"] is True
+    folded = file.metadata["prism.hadamard.weight_names"]
+    assert {"blk.0.ssm_out.weight", "blk.0.attn_qkv.weight", "blk.3.attn_q.weight"} <= set(folded)
+    assert not any("ssm_alpha" in name or "ssm_beta" in name for name in folded)
+    assert file.tensors["blk.0.ssm_out.weight"].type_name == "PQ2_0"
+    file.close()
+    with trapetum.load(tmp_path / "art") as a, trapetum.load(first) as b:
+        expected, got = a.logits(IDS), b.logits(IDS)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+    second = tmp_path / "second.gguf"
+    trapetum.export_artifact(first, "gguf", second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_ternary_heads_that_are_no_whole_groups_are_refused(tmp_path, tiny_model):
+    model = tiny_model("qwen3_5_text", edit=rates, **COMMON)  # value heads of 64, groups of 128
+    trapetum.quantize_model(model, tmp_path / "art", scheme="ternary")
+    with pytest.raises(trapetum.errors.TrapetumError, match="no whole"):
+        trapetum.export_artifact(tmp_path / "art", "gguf", tmp_path / "x.gguf")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+def test_wrong_sizes_are_refused(tmp_path, tiny_model):
+    model = tiny_model("qwen3_5_text", edit=rates, **COMMON)
+    path = trapetum.export_artifact(model, "gguf", tmp_path / "x.gguf", gguf_type="F32")
+    data = path.read_bytes()
+    key = b"qwen35.ssm.time_step_rank"
+    at = data.index(key) + len(key) + 4
+    path.write_bytes(data[:at] + (3).to_bytes(4, "little") + data[at + 4 :])
+    with pytest.raises(trapetum.errors.FormatError, match="value heads"):
+        open_source(path).shape("model.layers.0.linear_attn.in_proj_z.weight")
