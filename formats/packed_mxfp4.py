@@ -40,6 +40,7 @@ __all__ = ["GptOssCheckpoint", "Mxfp4Checkpoint", "is_gpt_oss"]
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
+_NO_SCALE = 255  # NaN of E8M0
 _MXFP4 = BLOCK_TYPES["MXFP4"]
 _STACK = re.compile(r"(?P<stem>.*\.experts\.)(?P<part>gate_up|down)_proj(?P<bias>_bias)?$")
 
@@ -227,6 +228,8 @@ class Mxfp4Checkpoint(GptOssCheckpoint):
         there, part = self._rows(name, slice(start, stop))
         packed = self.inner.load(origin.stored, part).values.reshape(-1, groups, _GROUP // 2)[origin.columns]
         scales = self.inner.load(self._scales(name), there).values[origin.columns]
+        if (scales == _NO_SCALE).any():
+            raise self._bad(name, f"holds the scale {_NO_SCALE}, which stands for no number")
         codes = np.empty((*packed.shape[:-1], _GROUP), np.uint8)
         codes[..., 0::2], codes[..., 1::2] = packed & np.uint8(15), packed >> np.uint8(4)
         blocks = _MXFP4.from_parts({"e": scales.reshape(-1), "codes": codes.reshape(-1, _GROUP)})

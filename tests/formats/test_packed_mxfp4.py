@@ -160,6 +160,16 @@ def test_dense_stacks_equal_transformers(tmp_path: Path) -> None:
             assert np.abs(model.logits(ids) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+def test_a_scale_that_is_no_number_is_named(tmp_path: Path) -> None:
+    scales = DOWN["_scales"].copy()
+    scales[1, 2, 0] = 255
+    folder = write(tmp_path / "m", change={f"{LAYER}down_proj_scales": scales})
+    with open_checkpoint(folder) as found:
+        found.load(LAYER + "down_proj.weight", slice(0, HIDDEN))
+        with pytest.raises(CheckpointError, match=r"down_proj\.weight: holds the scale 255"):
+            found.load(LAYER + "down_proj.weight")
+
+
 def test_other_matrices_may_be_packed(tmp_path: Path) -> None:
     """Any ``X.weight_blocks`` is ``X.weight``."""
     one = {k: v[0] for k, v in packed(8, 64, 4).items()}
