@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from trapetum.errors import FormatError, UnsupportedModelError
+from trapetum.formats.gguf_delta import DELTA_FAMILIES
 from trapetum.formats.gguf_values import KeyValue, ValueType
 from trapetum.formats.strict_json import shown
 from trapetum.rotation import HadamardRotation
@@ -114,11 +115,12 @@ def read_rotation(
     stated = {k.removeprefix(_PREFIX): v for k, v in metadata.items() if k.startswith(_PREFIX)}
     if not stated:
         return None
+    family = str(metadata.get("general.architecture"))
     allowed = {**{key: (value,) for key, value in _FIXED.items()}, "version": (1, 2)}
     for key, values in {
         **allowed,
         "sign_mode": ("explicit", "identity"),
-        "gdn_v_grouped": (None, False, True),
+        "gdn_v_grouped": (None, False, True)[: 3 if family in DELTA_FAMILIES else 2],
     }.items():
         if stated.get(key) not in values:
             raise UnsupportedModelError(
