@@ -146,25 +146,52 @@ def multiply_expanded(
     """
     tokens, width = x.shape
     groups = width // GROUP
+    first = begin
+    if tokens == 1:
+        # Four rows at once are four streams of memory: 15 % more than one stream gives.
+        first = begin + (end - begin) // 4 * 4
+        for o in range(begin, first, 4):
+            a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
+            for g in range(groups):
+                at, scale = o * width + g * GROUP, simd.splat_floats(x_scales[0, g])
+                a = simd.fma(simd.to_floats(_group(words, at, x, g * GROUP)), scale, a)
+                b = simd.fma(simd.to_floats(_group(words, at + width, x, g * GROUP)), scale, b)
+                c = simd.fma(simd.to_floats(_group(words, at + 2 * width, x, g * GROUP)), scale, c)
+                d = simd.fma(simd.to_floats(_group(words, at + 3 * width, x, g * GROUP)), scale, d)
+            out[0, o], out[0, o + 1] = simd.sum_floats(a) * scales[o], simd.sum_floats(b) * scales[o + 1]
+            out[0, o + 2], out[0, o + 3] = (
+                simd.sum_floats(c) * scales[o + 2],
+                simd.sum_floats(d) * scales[o + 3],
+            )
     sums = np.empty(tokens * 8, np.float32)
-    for o in range(begin, end):
+    for o in range(first, end):
         sums[:] = 0
         for g in range(groups):
-            at = o * width + g * GROUP
-            for k in range(0, GROUP, 32):
-                simd.prefetch(words, at + k + simd.AHEAD // 2)
-            w = (
-                simd.load_words(words, at), simd.load_words(words, at + 16),
-                simd.load_words(words, at + 32), simd.load_words(words, at + 48),
-                simd.load_words(words, at + 64), simd.load_words(words, at + 80),
-                simd.load_words(words, at + 96), simd.load_words(words, at + 112),
-            )  # fmt: skip
+            w = _words(words, o * width + g * GROUP)
             for m in range(tokens):
                 part = simd.to_floats(_sum(x, m * width + g * GROUP, w))
                 total = simd.load_floats(sums, m * 8)
                 simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
         for m in range(tokens):
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8)) * scales[o]
+
+
+@jit()
+def _words(words: NDArray[np.int16], at: int) -> Any:
+    """128 weights."""
+    for k in range(0, GROUP, 32):
+        simd.prefetch(words, at + k + simd.AHEAD // 2)
+    return (
+        simd.load_words(words, at), simd.load_words(words, at + 16),
+        simd.load_words(words, at + 32), simd.load_words(words, at + 48),
+        simd.load_words(words, at + 64), simd.load_words(words, at + 80),
+        simd.load_words(words, at + 96), simd.load_words(words, at + 112),
+    )  # fmt: skip
+
+
+@jit()
+def _group(words: NDArray[np.int16], at: int, x: NDArray[np.int16], x_at: int) -> Any:
+    return _sum(x, x_at, _words(words, at))
 
 
 @jit()
