@@ -22,9 +22,9 @@ columns: fits never see padding.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,8 +33,9 @@ from numpy.typing import NDArray
 
 from trapetum.errors import CheckpointError, FormatError, RecipeError, located
 from trapetum.export.cbk_folder import FOLDER_FILES, write_manifest, write_side_files
-from trapetum.export.cbk_headers import build_header
+from trapetum.export.cbk_headers import Stored, build_header
 from trapetum.export.cbk_records import Job, Piece, record_jobs, stored_forms
+from trapetum.export.latents import joined_latents
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import disk_errors, require_space
 from trapetum.formats.cbk_additive import record_parts
@@ -325,12 +326,14 @@ def plan_cbk(request: ExportRequest) -> CbkPlan:
         refuse_existing(request.out, FOLDER_FILES, overwrite=request.overwrite)
     with located(artifact.path):
         config = parse_config(artifact.config)
+        artifact = joined_latents(artifact, config)
+        request = replace(request, artifact=artifact)
         config.architecture.check_tensors(config, {n: artifact.shape(n) for n in artifact.names()})
         names = config.architecture.index(artifact.names())
         stored = stored_forms(artifact, names)
         header, notes = build_header(config, artifact.names(), names, stored, request.magic)
     jobs = record_jobs(header, request, config, names, stored)
-    notes = [*_left_out(artifact, config, names), *notes]
+    notes = [*_left_out(artifact, config, names), *notes, *_lost_for_nothing(jobs, names, stored)]
     size = header.file_bytes()
     file = request.out.name if _is_file(request.out) else MODEL_FILE
     rows = [job.row for job in jobs]
@@ -351,6 +354,18 @@ def _left_out(artifact: TensorSource, config: ModelConfig, names: dict[Role, str
     if artifact.tokenizer_file() is None:
         notes.append("there is no tokenizer.json; programs that serve a .cbk want one beside it")
     return notes
+
+
+def _lost_for_nothing(jobs: list[Job], names: Mapping[Role, str], stored: Mapping[Role, Stored]) -> list[str]:
+    """Tensors that were quantized although their records are float16."""
+    quantized = {names[role] for role in stored}
+    found = [j.piece.name for j in jobs if j.record.kind == "f16" and j.piece and j.piece.name in quantized]
+    if not found:
+        return []
+    return [
+        f"{len(found)} tensors are quantized, and the .cbk holds them in float16, the first is {found[0]}: the recipe "
+        "cbk-deepseek keeps most of them, and --source gives their values"
+    ]
 
 
 def _even_blocks(rows: int, in_features: int) -> list[slice]:

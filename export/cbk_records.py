@@ -164,7 +164,10 @@ class _Sources:
         size = ENTRIES.get(record.kind)
         wanted = f"codebook K={size}" if size else f"additive {record.kind[1:]}x8"
         if record.kind in ("f32", "f16"):
-            return Job(record, piece, ExportRow(record.name, "exact", f"{stored} -> {record.kind}"))
+            detail = f"{stored} -> {record.kind}"
+            if form != Stored() and self.request.source is not None:  # no reason to keep what was lost
+                piece, detail = self._from_source(piece, role, tied), f"{detail}, from the source"
+            return Job(record, piece, ExportRow(record.name, "exact", detail))
         if size is not None and 0 < entries <= size:
             detail = stored if entries == size else f"{stored} repeated to {size}"
             return Job(record, piece, ExportRow(record.name, "exact", detail))

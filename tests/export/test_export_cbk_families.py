@@ -286,6 +286,36 @@ def test_additive_experts_are_fitted_where_they_are_asked_for(tmp_path):
         assert not tensor.scales[96:].any()
 
 
+def test_float16_records_of_quantized_tensors(tmp_path):
+    """They are said aloud; a recipe keeps those tensors, and a source gives their values."""
+    write(tmp_path / "m", V3)
+    trapetum.quantize_model(tmp_path / "m", tmp_path / "a", bits=4)
+    name = LAYER1 + "self_attn.kv_b_proj.weight"
+    with trapetum.formats.source.open_source(tmp_path / "m") as source:
+        values = source.load(name).dequantize()
+    with plan_export(tmp_path / "a", "cbk", tmp_path / "x.cbk", source=tmp_path / "m") as plan:
+        assert any("6 tensors are quantized" in note for note in plan.notes)
+        plan.write()
+    with CbkFile.open(tmp_path / "x.cbk") as cbk:
+        assert np.array_equal(cbk.load(name).dequantize(), values.astype(np.float16))
+    trapetum.quantize_model(tmp_path / "m", tmp_path / "b", recipe="cbk-deepseek")
+    with plan_export(tmp_path / "b", "cbk", tmp_path / "y.cbk") as plan:
+        assert not any("tensors are quantized" in note for note in plan.notes)
+        plan.write()
+    with CbkFile.open(tmp_path / "y.cbk") as cbk:
+        assert np.array_equal(cbk.load(name).dequantize(), values.astype(np.float16))
+
+
+def test_from_a_gguf(tmp_path, spm):
+    """Halves of latents are joined, stacks of experts cut."""
+    write(tmp_path / "m", {**V3, "vocab_size": 512})
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(spm))
+    file = export_artifact(tmp_path / "m", "gguf", tmp_path / "m.gguf", gguf_type="F32")
+    export_artifact(file, "cbk", tmp_path / "x.cbk")
+    export_artifact(tmp_path / "m", "cbk", tmp_path / "y.cbk")
+    assert (tmp_path / "x.cbk").read_bytes() == (tmp_path / "y.cbk").read_bytes()
+
+
 def test_gemma_by_hand(tmp_path):
     """Embedding times 16 = sqrt(256), norms plus one, the head from the unscaled embedding; windows are a note."""
     write(tmp_path / "m", GEMMA)
