@@ -189,7 +189,7 @@ def block(pool: Pool, experts: int = 6, chosen: int = 2) -> RoutedExperts:
     return RoutedExperts(routing, linear(rng, experts, 8, pool), [one(e) for e in range(experts)])
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 200])
+@pytest.mark.parametrize("tokens", [1, 5, 200, 3000])  # the last in two groups of experts
 def test_block_equals_its_definition(tokens: int) -> None:
     """One token after the other, in float64."""
     x = np.random.default_rng(3).standard_normal((tokens, 8)).astype(np.float32)

@@ -1,15 +1,16 @@
 """A feed-forward of routed experts: each token goes to a few of many, and perhaps to one that all share.
 
 Tokens are grouped by expert, so each expert's weights are read once a call. Experts are added to a token in their
-order, whatever the number of threads: the same bits every time. Many tokens are spread over the threads inside each
-product; few tokens (decoding) have small products, and there the experts are.
+order, whatever the number of threads: the same bits every time. Threads take experts, some thousand results at a time,
+and help inside each other's products where there are more threads than experts. Calibration sees one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ __all__ = ["Expert", "RoutedExperts", "build_experts"]
 Floats = NDArray[np.float32]
 Combine = Callable[[Floats, Floats], None]
 
-_FEW_ROWS = 64  # tokens times experts a token, up to which the experts are what is spread over the threads
+_ROWS = 4096  # results, one a token and expert, that are held at once: 64 MiB at a hidden size of 4,096
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,11 @@ class RoutedExperts:
             return tokens, y
 
         out = np.zeros_like(x)
-        if order.size <= _FEW_ROWS and observe is None:
-            found: dict[int, tuple[NDArray[np.intp], Floats]] = {}
-            pool.run(lambda i: found.__setitem__(busy[i], work(busy[i])), len(busy))
-            for expert in busy:
-                tokens, y = found[expert]
-                out[tokens] += y
-        else:
-            for expert in busy:
-                tokens, y = work(expert)
+        found: dict[int, tuple[NDArray[np.intp], Floats]] = {}
+        for group in _groups(busy, counts, _ROWS if observe is None else 1):
+            pool.run(partial(_put, found, work, group), len(group))
+            for expert in group:
+                tokens, y = found.pop(expert)
                 out[tokens] += y
         if self.shared is not None:
             y = self.shared(x, pool, observe)
@@ -118,6 +115,22 @@ class RoutedExperts:
                 y *= logistic(self.shared_router(x))
             out += y
         return out
+
+
+def _put(found: dict[int, Any], work: Callable[[int], Any], group: list[int], number: int) -> None:
+    found[group[number]] = work(group[number])
+
+
+def _groups(experts: list[int], counts: NDArray[np.intp], rows: int) -> Iterator[list[int]]:
+    """Experts in their order, as many together as have ``rows`` tokens; at least one."""
+    group: list[int] = []
+    for expert in experts:
+        if group and int(counts[group].sum()) + counts[expert] > rows:
+            yield group
+            group = []
+        group.append(expert)
+    if group:
+        yield group
 
 
 def build_experts(weights: Weights, layer: int) -> RoutedExperts:
