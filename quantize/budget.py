@@ -23,6 +23,7 @@ whole gain (measured: 1.03 of the uniform loss instead of 0.89).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -194,12 +195,13 @@ def _losses(
     """What each group loses under each candidate that fits it."""
     layers = 1 + max((r.role.layer for r in plan.rows if r.role.layer is not None), default=0)
     work = [(g, row, count) for g, rows in enumerate(groups) for row, count in _sampled(rows)]
+    sharing = Counter((r.role.layer, r.role.part) for r in plan.rows)  # routed experts that share the tokens
     tried = {c: _quick(s) for c, s in schemes.items()}
 
     def look(item: tuple[int, PlanRow, float]) -> list[float]:
         group, row, count = item
         errors = measure(plan, row, [tried[c] for c in fitting[group]])
-        experts = _experts(groups[group], row)
+        experts = sharing[row.role.layer, row.role.part] if row.role.expert is not None else 1
         moments = plan.statistics is not None and plan.statistics.has_moment(row)
         weight = prior(row, layers, experts, moments=moments) * count
         return [weight * e for e in errors]
@@ -237,13 +239,6 @@ def _sampled(rows: Sequence[PlanRow]) -> list[tuple[PlanRow, float]]:
         picked = mine[::step]
         found += [(row, len(mine) / len(picked)) for row in picked]
     return found
-
-
-def _experts(rows: Sequence[PlanRow], row: PlanRow) -> int:
-    """Routed experts that share the tokens with this one."""
-    if row.role.expert is None:
-        return 1
-    return max(1, sum(r.role.part == row.role.part for r in rows))
 
 
 def _spelled(

@@ -126,6 +126,7 @@ def _error(
 def _loss(values: NDArray[np.float64], importance: Importance) -> float:
     """``sum(v H v)`` over the rows v; H is the identity where nothing is known."""
     if isinstance(importance, Hessian):
-        return float(np.einsum("ri,ri->", values @ importance.moment, values))
+        rows = values.astype(importance.moment.dtype, copy=False)  # not the moment: it may be a gigabyte
+        return float(np.multiply(rows @ importance.moment, rows).sum(dtype=np.float64))
     weights = 1.0 if importance is None else importance.astype(np.float64)
     return float((np.square(values) * weights).sum())
