@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import struct
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import trapetum
 from trapetum.errors import CheckpointError, OutputError, RecipeError, UnsupportedModelError
 from trapetum.export import export_artifact
+from trapetum.export.direct import DirectCbk
 from trapetum.formats.cbk import CbkFile
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.formats.source import open_source
@@ -141,3 +143,45 @@ def test_what_cannot_be_exported(tmp_path, options, error, words):
     with pytest.raises(error, match=words):
         export_artifact(tmp_path / "m", "mtp", tmp_path / "mtp.cbk")
     assert not (tmp_path / "mtp.cbk").exists()
+
+
+def test_from_fp8_blocks(tmp_path):
+    """Ragged 128 x 128 blocks, in the block and in the model: what is kept stays FP8 until it is fitted."""
+    write(tmp_path / "m")
+    (tmp_path / "f").mkdir()
+    fp8, entries, arrays, decoded = np.dtype(ml_dtypes.float8_e4m3fn), [], {}, {}
+    with open_source(tmp_path / "m") as source:
+        for name in source.names():
+            values = source.load(name).dequantize()
+            if "_proj" not in name:
+                arrays[name] = values
+                continue
+            rows, inputs = values.shape
+            scales = np.full((-(-rows // 128), -(-inputs // 128)), 1 / 64, np.float32)
+            scales *= 1 + np.arange(scales.size, dtype=np.float32).reshape(scales.shape) / 7
+            spread = np.repeat(np.repeat(scales, 128, 0), 128, 1)[:rows, :inputs]
+            arrays[name] = (values / spread).clip(-440, 440).astype(fp8)
+            arrays[f"{name}_scale_inv"] = scales
+            decoded[name] = arrays[name].astype(np.float32) * spread
+    entries = [Entry(n, v.dtype, v.shape) for n, v in arrays.items()]
+    with SafetensorsWriter(tmp_path / "f/model.safetensors", entries) as writer:
+        for name, values in arrays.items():
+            writer.write(name, values)
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (tmp_path / "f/config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    trapetum.quantize_model(tmp_path / "f", tmp_path / "a", recipe="cbk-deepseek")
+    export_artifact(tmp_path / "a", "cbk", tmp_path / "a-cbk")
+    export_artifact(tmp_path / "a", "mtp", tmp_path / "mtp.cbk")
+    trapetum.quantize_model(tmp_path / "f", tmp_path / "b/a", recipe="cbk-deepseek", route=DirectCbk())
+    for file in ("model.cbk", "manifest.json"):
+        assert (tmp_path / "b/a-cbk" / file).read_bytes() == (tmp_path / "a-cbk" / file).read_bytes()
+    with CbkFile.open(tmp_path / "a-cbk") as model, CbkFile.open(tmp_path / "mtp.cbk") as block:
+        for name, values in decoded.items():
+            own = name.startswith(BLOCK)
+            found = (block if own else model).load(name.removeprefix(BLOCK)).dequantize()
+            part = found[: values.shape[0], : values.shape[1]]
+            kind = (block if own else model).records[name.removeprefix(BLOCK)].kind
+            if kind == "f16":
+                assert np.array_equal(part, values.astype(np.float16)), name
+            else:
+                assert np.square(part - values).sum() < 0.02 * np.square(values).sum(), name

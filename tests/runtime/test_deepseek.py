@@ -10,6 +10,7 @@ import pytest
 
 import trapetum
 from trapetum.errors import CheckpointError, UnsupportedModelError
+from trapetum.export import export_artifact
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.config import parse_config
 from trapetum.models.deepseek import LatentOptions
@@ -160,6 +161,21 @@ def test_quantized_artifact_runs_as_its_decoded_values(family, tmp_path):
     with trapetum.load(tmp_path / "a") as ours:
         logits = ours.logits(ids)
     assert np.abs(logits - expected).max() / np.abs(expected).max() < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scheme", ["ternary", "gguf:Q4_0", "kmeans"])
+def test_every_layout_runs_as_its_dense_export(scheme, tmp_path):
+    """Prompt and decoding: both orders of latent attention read decoded rows of kv_b."""
+    make(tmp_path / "m", "v3")
+    options = {"bits": 3} if scheme == "kmeans" else {"group_size": 64} if scheme == "ternary" else {}
+    trapetum.quantize_model(tmp_path / "m", tmp_path / "a", scheme=scheme, **options)
+    export_artifact(tmp_path / "a", "hf", tmp_path / "h")
+    ids = np.random.default_rng(2).integers(0, COMMON["vocab_size"], 40).tolist()
+    with trapetum.load(tmp_path / "a") as ours, trapetum.load(tmp_path / "h") as dense_model:
+        expected = dense_model.logits(ids)
+        assert np.abs(ours.logits(ids) - expected).max() < 1e-5 * np.abs(expected).max()
+        assert ours.generate(ids, 5, stop_ids=[]) == dense_model.generate(ids, 5, stop_ids=[])
 
 
 def dense(rng, rows, inputs, pool):
