@@ -199,7 +199,8 @@ def _head(title: str, manifest: Mapping[str, Any], tensors: Sequence[ReportTenso
     recipe = manifest["recipe"].get("name", "?")
     return (
         f"<h1>{escape(title)}</h1>\n<p class='dim'>Architecture {escape(str(manifest.get('architecture')))}, recipe "
-        f"{escape(str(recipe))}, {len(tensors):,} tensors, {len(quantized):,} of them quantized, {count:,} weights.</p>\n"
+        f"{escape(str(recipe))}, {len(tensors):,} tensors, {len(quantized):,} of them quantized, "
+        f"{count:,} weights.</p>\n"
         f'<div class="facts">{cells}</div>'
     )
 
