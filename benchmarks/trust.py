@@ -2,9 +2,9 @@
 
     python benchmarks/trust.py [--seconds 10] [--kills 50] [--only cases,kills,faults,fuzz]
 
-Prints a JSON line for each kind of trial and one for all: inputs tried and verdicts right (the outside catalogue, where it
-is at hand), kills survived with equal bytes, calls that were made to fail with nothing lost, damaged inputs given to the
-readers. Exits with 1 if anything was lost, wrong or crashed.
+Prints a JSON line for each kind of trial and one for all: inputs tried and verdicts right (the outside catalogue, where
+it is at hand), kills survived with equal bytes, calls that were made to fail with nothing lost, damaged inputs given to
+the readers. Exits with 1 if anything was lost, wrong or crashed.
 """
 
 from __future__ import annotations
