@@ -44,8 +44,11 @@ class _Rule:
         Every so many layers one has no rotary embedding; 0: all have one.
     factors : tuple of str
         Rotary types whose factors engines read as tensors.
-    local_base : bool
-        Layers with a window have a base of their own.
+    local : str
+        Rotary embedding of layers with a window: ``same`` as of the others; unscaled with its ``own`` base; ``plain``:
+        unscaled with the base of the others.
+    default_window : bool
+        Layers have a window even where no key says so.
     softcaps : frozenset of str
         ``attn``, ``final``: those that engines apply.
     needs_caps : bool
@@ -63,7 +66,8 @@ class _Rule:
     any_pattern: bool = False
     no_rotary_every: int = 0
     factors: tuple[str, ...] = ()
-    local_base: bool = False
+    local: str = "same"
+    default_window: bool = False
     softcaps: frozenset[str] = frozenset()
     needs_caps: bool = False
     plain_heads: bool = False
@@ -75,8 +79,10 @@ _GELU = "gelu_pytorch_tanh"
 _RULES: Mapping[str, _Rule] = {
     "llama": _Rule(factors=("llama3", "explicit")),
     "phi3": _Rule(factors=("longrope",), plain_heads=True),
+    "gemma": _Rule(act=_GELU),
     "gemma2": _Rule(
         act=_GELU,
+        default_window=True,
         full_every=2,
         any_pattern=True,
         softcaps=frozenset({"attn", "final"}),
@@ -87,12 +93,12 @@ _RULES: Mapping[str, _Rule] = {
         act=_GELU,
         full_every=6,
         any_pattern=True,
-        local_base=True,
+        local="own",
         softcaps=frozenset({"final"}),
         big=(62,),
     ),
     "smollm3": _Rule(no_rotary_every=4),
-    "olmo2": _Rule(plain_heads=True),
+    "olmo2": _Rule(plain_heads=True, full_every=4, any_pattern=True, local="plain"),
     "olmoe": _Rule(plain_heads=True, all_keys=True),
     "gpt-oss": _Rule(full_every=2),
 }
@@ -146,7 +152,8 @@ def _rotary_faults(config: ModelConfig, family: str, rule: _Rule) -> list[str]:
             f"some layers have no rotary embedding, and {have} in the family {family} as engines compute it"
         )
     full, local = _ropes(config)
-    if local != full and not (rule.local_base and local.type == "default"):
+    unscaled = rule.local != "same" and local.type == "default"
+    if local != full and not (unscaled and (rule.local == "own" or local.theta == full.theta)):
         faults.append(
             f"layers with a window have another rotary embedding, which the family {family} has not"
         )
@@ -193,7 +200,7 @@ def attention_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:
     rule = _rule(family)
     full, local = _ropes(config)
     pairs = {"rope.dimension_count": _count(config.rotary_dim), "rope.freq_base": _number(full.theta)}
-    if rule.local_base and local != full:
+    if rule.local == "own" and local != full:
         pairs["rope.freq_base_swa"] = _number(local.theta)
     pairs |= _scaling_pairs(full)
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
@@ -210,6 +217,8 @@ def _window_pairs(config: ModelConfig, rule: _Rule) -> dict[str, KeyValue]:
     usual = [(i + 1) % rule.full_every != 0 for i in range(len(has))]
     window = next((w for w in config.windows if w is not None), None)
     pairs: dict[str, KeyValue] = {}
+    if window is None and not rule.default_window:
+        return pairs
     if window is not None:
         pairs["attention.sliding_window"] = _count(window)
     if has != usual:

@@ -17,7 +17,7 @@ from trapetum.formats.strict_json import shown
 __all__ = ["model_config", "model_family"]
 
 # Families whose layers take turns between a window and full attention: every so many is full.
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo2": 4}
 # Numbers of layers for which engines scale attention scores by hidden size over heads (Gemma of 27 B).
 _BIG = {"gemma2": 46, "gemma3_text": 62}
 _NO_ROTARY_EVERY = {"smollm3": 4}
@@ -165,28 +165,40 @@ def _layer_config(
         found["sliding_window"] = value("attention.sliding_window", int, 0) or None
         if original := config["rope_parameters"].get("original_max_position_embeddings"):
             found["original_max_position_embeddings"] = original
-    if family.model_type not in _FULL_EVERY:
+    if family.model_type.startswith("gemma"):
+        found |= _gemma_config(family, value, config)
+    default = 4096 if family.model_type == "gemma2" else 0
+    window = value("attention.sliding_window", int, default)
+    if family.model_type not in _FULL_EVERY or not window:
         return found
     arch = metadata["general.architecture"]
-    window = value("attention.sliding_window", int, 4096 if family.model_type == "gemma2" else 0)
     stated = metadata.get(f"{arch}.attention.sliding_window_pattern", _FULL_EVERY[family.model_type])
     has = [(i + 1) % stated != 0 for i in range(layers)] if isinstance(stated, int) else list(stated)
-    types = ["sliding_attention" if window and h else "full_attention" for h in has]
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    big = layers == _BIG[family.model_type]
-    found |= {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": hidden // heads if big else config["head_dim"],
-        "sliding_window": window or None,
-        "layer_types": types,
-    }
-    capped = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    for key, usual in capped.items():
-        found[key] = _decimal(value(key, float, usual if family.model_type == "gemma2" else 0.0)) or None
+    types = ["sliding_attention" if h else "full_attention" for h in has]
+    found |= {"sliding_window": window, "layer_types": types}
+    full = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": full["rope_theta"]}
     if family.model_type == "gemma3_text":
-        local = {"rope_type": "default", "rope_theta": value("rope.freq_base_swa", float, 10000.0)}
-        rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
-        found["rope_parameters"] = {kind: rope[kind] for kind in dict.fromkeys(types)}
+        local["rope_theta"] = value("rope.freq_base_swa", float, 10000.0)
+    if family.model_type == "olmo2":  # OLMo-3, which engines keep in the same family
+        found |= {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3"}
+    if family.model_type != "gemma2":
+        by_type = {"full_attention": full, "sliding_attention": local}
+        found["rope_parameters"] = {kind: by_type[kind] for kind in dict.fromkeys(types)}
+    return found
+
+
+def _gemma_config(family: Family, value: Callable[..., Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Activation, caps and scale of scores."""
+    if family.model_type == "gemma":
+        return {"hidden_act": "gelu_pytorch_tanh"}
+    big = config["num_hidden_layers"] == _BIG[family.model_type]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
+    found: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+    found |= {"sliding_window": None, "layer_types": ["full_attention"] * config["num_hidden_layers"]}
+    usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    for key, cap in usual.items():
+        found[key] = _decimal(value(key, float, cap if family.model_type == "gemma2" else 0.0)) or None
     return found
 
 

@@ -128,6 +128,7 @@ FAMILIES: dict[str, Family] = {
             "blk.{}.ffn_up": "model.layers.{}.mlp.gate_up_proj",
         },
     ),
+    "gemma": Family("gemma", "GemmaForCausalLM", False, _QKV, norm_offset=1.0, head="tied"),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0, head="tied"),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", True, _QKV),

@@ -56,6 +56,12 @@ MODELS = {
         "phi3",
         {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 16, "rope_scaling": LONGROPE},
     ),
+    "gemma": ("gemma", {"head_dim": 64, "tie_word_embeddings": True}),
+    "olmo3": ("olmo3", {"num_hidden_layers": 5, "sliding_window": 16, "rope_scaling": YARN}),
+    "olmo3-pattern": (
+        "olmo3",
+        {"sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
     "gemma2-pattern": (
         "gemma2",
@@ -73,7 +79,7 @@ MODELS = {
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
 }
 # ggml's GELU goes through a table of float16.
-TOLERANCE = {"gemma2": 5e-3, "gemma3_text": 5e-3}
+TOLERANCE = {"gemma": 5e-3, "gemma2": 5e-3, "gemma3_text": 5e-3}
 
 
 def differences(engine, model, prompts=PROMPTS):

@@ -50,6 +50,15 @@ BY_TYPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
 
+OLMO3 = {
+    "num_hidden_layers": 5,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        "full_attention": YARN | {"rope_theta": 5e4},
+    },
+}
+
 
 def longrope(pairs: int) -> dict[str, Any]:
     """Factors of Phi-3's kind for so many pairs."""
@@ -103,6 +112,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"partial_rotary_factor": 0.75, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
     "phi3-partial-longrope": ("phi3", PHI3 | longrope(6) | {"partial_rotary_factor": 0.75}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"}),
+    "olmo3": ("olmo3", OLMO3),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}),
     "gemma2-no-caps": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": ("gemma3_text", GEMMA),

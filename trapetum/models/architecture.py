@@ -88,6 +88,8 @@ class Architecture:
         Keys of config.json that only some families heed (``models.config``).
     aliases : mapping
         The family's own spelling of a key -> the usual one.
+    acts : mapping
+        What it means by a value of ``hidden_act``, where that is not what others mean.
     layer_types : callable
         (config.json with defaults, number of layers) -> a type a layer; ``sliding_attention`` has the window, and
         rotary parameters may be given by type.
@@ -115,6 +117,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     options: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    acts: Mapping[str, str] = field(default_factory=dict)
     layer_types: LayerTypes = all_full
     blocks: Callable[[ModelConfig, int], tuple[str, str]] = _dense
     sections: Mapping[str, Callable[[Mapping[str, Any]], Section]] = field(default_factory=dict)

@@ -153,11 +153,14 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     (16, 4, 500000.0, None)
     """
     arch = resolve(config)
-    own = {arch.aliases.get(k, k): v for k, v in text_config(config).items()}
+    text = text_config(config)
+    aliased = {key: text[said] for said, key in arch.aliases.items() if text.get(said) is not None}
+    own = {**{k: v for k, v in text.items() if k not in arch.aliases}, **aliased}
     stated = {k: v for k, v in own.items() if v is not None}
     given = {**arch.defaults, **own}  # an explicit null wins over a family's default
     given = {k: v for k, v in given.items() if v is not None}
     act = given.get("hidden_act", "silu")
+    act = arch.acts.get(act, act) if isinstance(act, str) else act
     if act not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"config.json: hidden_act is {act!r}; {', '.join(ACTIVATIONS)} are supported"

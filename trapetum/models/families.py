@@ -6,6 +6,8 @@ An entry is data: names, defaults and choices. What differs from the Llama linea
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trapetum.models.architecture import Architecture
 from trapetum.models.layer_types import (
     alternating,
@@ -104,12 +106,13 @@ def _fused_modules() -> tuple[Module, ...]:
     )
 
 
-def _gemma_modules(*, qk_norm: bool) -> tuple[Module, ...]:
+def _gemma_modules(*, qk_norm: bool, post_norms: bool = True) -> tuple[Module, ...]:
     embed, final_norm, head = outer_modules(offset=1.0)
     attention = attention_modules(
         qkv_bias="attention_bias", o_bias="attention_bias", qk_norm=qk_norm, offset=1.0
     )
-    return (embed, *GEMMA_NORMS, *attention, *mlp_modules(), final_norm, head)
+    norms = GEMMA_NORMS if post_norms else tuple(replace(norm, offset=1.0) for norm in PRE_NORMS)
+    return (embed, *norms, *attention, *mlp_modules(), final_norm, head)
 
 
 def _olmo2_modules() -> tuple[Module, ...]:
@@ -176,6 +179,21 @@ DENSE: tuple[Architecture, ...] = (
         gguf="phi3",
     ),
     Architecture(
+        "gemma",
+        ("GemmaForCausalLM",),
+        _gemma_modules(qk_norm=False, post_norms=False),
+        {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192,
+        },
+        aliases=_GEMMA_ALIASES,
+        acts={"gelu": "gelu_pytorch_tanh"},  # the first releases
+        embedding_scale=True,
+        gguf="gemma",
+    ),
+    Architecture(
         "gemma2",
         ("Gemma2ForCausalLM",),
         _gemma_modules(qk_norm=False),
@@ -237,6 +255,21 @@ DENSE: tuple[Architecture, ...] = (
         ("Olmo2ForCausalLM",),
         _olmo2_modules(),
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        gguf="olmo2",
+    ),
+    Architecture(
+        "olmo3",
+        ("Olmo3ForCausalLM",),
+        _olmo2_modules(),
+        {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "rope_theta": 500000.0,
+        },
+        options=frozenset({"rope_local_base_freq"}),
+        layer_types=alternating,
         gguf="olmo2",
     ),
 )

@@ -229,7 +229,8 @@ def parse_ropes(
     layer_types : sequence of str
         ``rope_parameters`` may be given by type; a type whose entry is null has none.
     local : bool
-        Layers with a window have ``rope_local_base_freq`` as their base and no scaling, where there is one set.
+        Layers with a window have no scaling where there is one set of parameters, and ``rope_local_base_freq``
+        as their base where that is given.
 
     Raises
     ------
@@ -242,7 +243,8 @@ def parse_ropes(
         given = dict(config)
         is_local = local and kind == "sliding_attention"
         if is_local:
-            given["rope_theta"] = config.get("rope_local_base_freq", _DEFAULT_THETA)
+            base = config.get("rope_theta", _DEFAULT_THETA)
+            given["rope_theta"] = config.get("rope_local_base_freq", base)
         if nested and isinstance(stated, Mapping):
             if kind not in stated:
                 raise CheckpointError(f"config.json: rope_parameters says nothing about {kind} layers")
