@@ -127,5 +127,10 @@ class Weights:
         return None if self.find(part, layer) is None else self.norm(part, layer)
 
     def _values(self, place: Place) -> Floats:
+        width = self.source.shape(place.name)[-1:]
+        if place.rows is not None and place.module.stacked and width:  # the biases of one expert, not of all
+            first, last = (at // width[0] for at in (place.rows.start, place.rows.stop - 1))
+            values = self.source.load(place.name, slice(first, last + 1)).dequantize().reshape(-1)
+            return values[place.rows.start - first * width[0] : place.rows.stop - first * width[0]]
         values = self.source.load(place.name).dequantize().reshape(-1)
         return values if place.rows is None else values[place.rows]
