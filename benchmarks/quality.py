@@ -1,6 +1,6 @@
 """What quantization costs a real model: bits a weight, perplexity, distance from the original, CPU time and memory.
 
-    python benchmarks/quality.py MODEL --calibrate TEXT --text OTHER [--tokens N] [--characters N] [--only WORD ...]
+    python benchmarks/quality.py MODEL --calibrate TEXT --text OTHER [--tokens N] [--characters N] [--only PATTERN ...]
 
 Every linear layer is quantized; embedding and head stay as they are. Each row is one run of ``trapetum quantize`` as a
 process of its own: its CPU seconds and its largest resident size are the system's figures for that process. Rows "im"
@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,16 @@ def _rows() -> list[Row]:
         ),
         "ternary g128": (("--scheme", "ternary"), (_FREE, _MOMENTS, _SEQUENTIAL)),
     }
-    additive = {
+    others = {
         "additive 2x8": (("--bits", "2"), (_FREE, _IM, _MOMENTS, _SEQUENTIAL)),
-        "additive 4x8": (("--scheme", "additive", "--bits", "4"), (_FREE, _MOMENTS)),
+        "additive 4x8": (("--scheme", "additive", "--bits", "4"), (_FREE, _MOMENTS, _SEQUENTIAL)),
+        **{
+            f"gguf:{kind}": (("--scheme", f"gguf:{kind}"), (_FREE, _IM))
+            for kind in ("Q4_0", "IQ4_NL", "Q4_K", "Q6_K")
+        },
     }
     found = []
-    for name, (options, kinds) in (scalar | additive).items():
+    for name, (options, kinds) in (scalar | others).items():
         for known in kinds:
             found.append(Row(f"{name}{known}", options, known))
             if known in (_MOMENTS, _SEQUENTIAL) and name in scalar:
@@ -86,7 +91,7 @@ def _rows() -> list[Row]:
 
 
 ROWS = _rows()
-TYPES = ("Q4_K", "Q4_0", "IQ4_XS", "Q3_K", "Q2_K", "IQ2_S", "Q2_0")
+TYPES = ("Q6_K", "Q4_K", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K", "IQ2_S", "Q2_0")
 
 
 class Changed:
@@ -270,14 +275,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--characters", type=int)
     parser.add_argument(
-        "--only", nargs="*", help="rows whose name holds one of these words, and the reference"
+        "--only", nargs="*", help="rows with these names, such as 'codebooks 4*'; the reference always"
     )
     given = parser.parse_args()
     text = given.text.read_text("utf-8")
     if text == given.calibrate.read_text("utf-8"):
         parser.error("calibration and evaluation must not see the same text")
     text = text[: given.characters]
-    print(f"{describe_environment().get('cpu')}, trapetum {trapetum.__version__}, {len(text):,} characters\n")
+    cpu = describe_environment()["cpu"]
+    print(
+        f"{cpu['model']}, {cpu['usable']} cores, trapetum {trapetum.__version__}, {len(text):,} characters\n"
+    )
     with tempfile.TemporaryDirectory() as folder, Model(open_source(given.model)) as model:
         work, original = Path(folder), Remembered(model)
         for name, extra in (("imatrix.gguf", ()), ("moments.safetensors", ("--hessian",))):
@@ -288,7 +296,7 @@ def main() -> None:
         print("|---|---:|---:|---:|---:|---:|---:|---:|---:|")
         unit = math.nan
         for name, make in candidates(given, work):
-            if given.only and unit == unit and not any(word in name for word in given.only):
+            if given.only and unit == unit and not any(fnmatchcase(name, p) for p in given.only):
                 continue
             source, bpw, seconds, size = make()
             with Model(source) as other:
