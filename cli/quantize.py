@@ -256,8 +256,8 @@ def quantize(
         from trapetum.export.direct import DirectCbk
 
         direct = DirectCbk(overwrite=overwrite, threads=threads)
-    elif export is not None and not (stream_download or (dry_run and export == "cbk")):
-        # what the format refuses is said before hours of work
+    elif export not in (None, "planes") and not (stream_download or (dry_run and export == "cbk")):
+        # what the format refuses is said before hours of work; what planes hold depends on the scheme alone
         model = str(resolve_model(model, revision=revision, token=token, progress=progress))
         revision = None
         _check_export(model, export, out, overwrite)

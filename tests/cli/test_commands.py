@@ -108,6 +108,15 @@ def test_quantize_can_export_at_once(demo_model: Path, tmp_path: Path) -> None:
     assert _json("inspect", tmp_path / "a-hf")["types"].keys() == {"float32"}
 
 
+@pytest.mark.parametrize("format", ["cbk", "gguf", "planes"])
+def test_every_format_can_follow_at_once(format: str, demo_model: Path, tmp_path: Path) -> None:
+    options = ("--scheme", "ternary", "--export", format, "--drop-artifact")
+    data = _json("quantize", demo_model, "-o", tmp_path / "a", *options)
+    assert data["export"]["path"] == str(tmp_path / f"a-{format}")
+    assert data["export"]["size"] > 0
+    assert [p.name for p in tmp_path.iterdir()] == [f"a-{format}"]
+
+
 def test_an_export_that_cannot_be_is_refused_before_the_work(demo_model: Path, tmp_path: Path) -> None:
     (tmp_path / "a-cbk").mkdir()
     (tmp_path / "a-cbk" / "mine.txt").write_text("precious", "utf-8")
