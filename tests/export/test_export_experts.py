@@ -207,3 +207,17 @@ def test_a_squeezed_router_is_a_map_to_one_value(tiny_model: Any, tmp_path: Path
             writer.write(name, file.load(name).dequantize())
     with trapetum.load(whole) as one, trapetum.load(flat) as other:
         assert np.array_equal(one.logits(PROMPTS[1]), other.logits(PROMPTS[1]))
+
+
+def test_blocks_of_a_gguf_are_taken_over(tiny_model: Any, tmp_path: Path) -> None:
+    """GGUF with stacks of Q8_0 -> artifact -> GGUF: the same bytes of every stack."""
+    folder = make(tiny_model, "mixtral")
+    quantize_model(folder, tmp_path / "art", scheme="gguf:Q8_0")
+    first = export_artifact(tmp_path / "art", "gguf", tmp_path / "one.gguf")
+    quantize_model(first, tmp_path / "again", scheme="asis")
+    second = export_artifact(tmp_path / "again", "gguf", tmp_path / "two.gguf")
+    with GgufFile.open(first) as one, GgufFile.open(second) as two:
+        assert set(one.tensors) == set(two.tensors)
+        for name in one.tensors:
+            assert one.tensors[name].type_name == two.tensors[name].type_name
+            assert np.array_equal(one.raw(name), two.raw(name)), name
