@@ -150,6 +150,7 @@ class Model:
             self.config: ModelConfig = parse_config(source.config)
             shapes = {name: tuple(source.shape(name)) for name in source.names()}
             self.config.architecture.check_tensors(self.config, shapes)
+        self._kept_frequencies: dict[Rope, tuple[int, Floats]] = {}
         self.weights = Weights(source, self.config, self.pool, precision, cache_type)
         self._build()
 
@@ -200,11 +201,24 @@ class Model:
         length : int
             Of the whole text so far, which some rotary types depend on.
         """
-        dim = self.config.rotary_dim
         tables: dict[Rope | None, Rotary | None] = {None: None}
-        for rope in dict.fromkeys(r for r in self.config.ropes if r is not None):
-            tables[rope] = rotary_tables(rope.inverse_frequencies(dim, length), start, stop, rope.magnitude)
+        for rope in self._ropes:
+            tables[rope] = rotary_tables(self._frequencies(rope, length), start, stop, rope.magnitude)
         return tables
+
+    @cached_property
+    def _ropes(self) -> tuple[Rope, ...]:
+        """The different ones, in the order of layers."""
+        return tuple(dict.fromkeys(r for r in self.config.ropes if r is not None))
+
+    def _frequencies(self, rope: Rope, length: int) -> Floats:
+        """Inverse frequencies for a text of a length; kept until another length needs others."""
+        regime = rope.regime(length)
+        kept = self._kept_frequencies.get(rope)
+        if kept is None or kept[0] != regime:
+            kept = regime, rope.inverse_frequencies(self.config.rotary_dim, length)
+            self._kept_frequencies[rope] = kept
+        return kept[1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -342,7 +356,7 @@ class Model:
 
     def _regime(self, length: int) -> tuple[int, ...]:
         """What decides whether keys stay valid as a text grows; of dynamic scaling they do, as in transformers."""
-        return tuple(r.regime(length) for r in self.config.ropes if r is not None and r.type == "longrope")
+        return tuple(rope.regime(length) for rope in self._ropes if rope.type == "longrope")
 
     def each_logits(self, hidden: Floats, use: Callable[[slice, Floats], object]) -> None:
         """Logits of many positions, a bounded block at a time.
