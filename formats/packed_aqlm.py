@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from trapetum.errors import UnsupportedModelError
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
-from trapetum.tensors import AdditiveTensor
+from trapetum.tensors import AdditiveTensor, QuantizedTensor
 from trapetum.tensors.additive import ENTRIES, GROUP, MAX_CODEBOOKS
 
 __all__ = ["AqlmCheckpoint"]
@@ -130,6 +130,10 @@ class AqlmCheckpoint(PackedCheckpoint):
             _widened(self.inner.load(books).values).reshape(-1, ENTRIES, GROUP),
             _widened(self.inner.load(scales, slice(start, stop)).values).reshape(-1),
         )
+
+    def compact(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """See :meth:`PackedCheckpoint.compact`."""
+        return self.stored(name, rows) if self.is_packed(name) else self.load(name, rows)
 
     def _decode(self, name: str, rows: slice) -> NDArray[np.float32]:
         return self.stored(name, rows).dequantize(slice(None))

@@ -113,6 +113,10 @@ class PackedCheckpoint(ABC):
         """
         raise self._bad(name, "is not stored in blocks")
 
+    def compact(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """What :meth:`load` gives, in the form that is stored where a layout holds it: for who keeps all of it."""
+        return self.load(name, rows)
+
     def file(self, name: str) -> Path:
         """The file that holds a tensor, for messages."""
         return self.inner.file(self._stored_name(name))

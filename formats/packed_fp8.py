@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from trapetum.errors import CheckpointError, UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
-from trapetum.tensors import Float8Tensor, matrix_shape
+from trapetum.tensors import Float8Tensor, QuantizedTensor, matrix_shape
 from trapetum.tensors.float8 import FLOAT8
 
 __all__ = ["Fp8Checkpoint"]
@@ -61,7 +61,8 @@ class Fp8Checkpoint(PackedCheckpoint):
         exact = sum(self.dtype(name) == _BFLOAT16 for name in self._packed)
         self.notes.append(
             f"packed as fp8: {len(self._packed)} matrices are decoded, weight = value * scale: {exact} exactly to "
-            f"bfloat16, {len(self._packed) - exact} rounded once to float32; scales of activations are not used"
+            f"bfloat16, {len(self._packed) - exact} rounded once to float32; what packing lost "
+            "stays lost, and scales of activations are not used"
         )
 
     def dtype(self, name: str) -> np.dtype[Any]:
@@ -132,6 +133,10 @@ class Fp8Checkpoint(PackedCheckpoint):
         scales = grid[matrix, row % each // height]
         shape = self._packed[name] if rows is None else ()
         return Float8Tensor(self.inner.load(name, part).values, scales, width, shape)
+
+    def compact(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """See :meth:`PackedCheckpoint.compact`."""
+        return self.stored(name, rows) if self.is_packed(name) else self.load(name, rows)
 
     def _grid(self, name: str) -> NDArray[np.float32]:
         """Scales as float32 [matrices, block rows, block columns]."""

@@ -34,7 +34,7 @@ from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_checkpoint import PackedCheckpoint
-from trapetum.tensors import BlockTensor, matrix_shape
+from trapetum.tensors import BlockTensor, QuantizedTensor, matrix_shape
 
 __all__ = ["GptOssCheckpoint", "Mxfp4Checkpoint", "is_gpt_oss"]
 
@@ -156,7 +156,8 @@ class Mxfp4Checkpoint(GptOssCheckpoint):
         super().__init__(inner)
         count = sum(self.is_packed(name) for name in self._packed)
         self.notes.append(
-            f"packed as mxfp4: {count} tensors are decoded exactly, weight = fp4 * 2 ** (scale - 127)"
+            f"packed as mxfp4: {count} tensors are decoded exactly, weight = fp4 * 2 ** (scale - 127); what "
+            "packing lost stays lost"
         )
 
     def _find_packed(self) -> dict[str, tuple[int, ...]]:
@@ -236,6 +237,10 @@ class Mxfp4Checkpoint(GptOssCheckpoint):
         return BlockTensor(
             _MXFP4.name, blocks.reshape(stop - start, -1), shape if rows is None else (stop - start, width)
         )
+
+    def compact(self, name: str, rows: slice | None = None) -> QuantizedTensor:
+        """See :meth:`PackedCheckpoint.compact`."""
+        return self.stored(name, rows) if self.is_packed(name) else self.load(name, rows)
 
     def _rows(self, name: str, rows: slice) -> tuple[slice, slice]:
         """The same rows in the scales, and in the blocks, whose matrix form has a row for each group."""

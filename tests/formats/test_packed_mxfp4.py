@@ -14,6 +14,7 @@ from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.packed_mxfp4 import GptOssCheckpoint, Mxfp4Checkpoint
 from trapetum.formats.packed_ternary import open_checkpoint
 from trapetum.quantize.job import quantize_model
+from trapetum.runtime.matrix import PreparedMatrix
 from trapetum.tensors import BlockTensor
 
 safetensors_numpy = pytest.importorskip("safetensors.numpy")
@@ -156,6 +157,8 @@ def test_dense_stacks_equal_transformers(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     with trapetum.load(folder) as ours, trapetum.load(write(tmp_path / "p")) as packs:
+        held = packs.layers[0].ffn.experts[1].up.matrix
+        assert isinstance(held, PreparedMatrix)  # 4 bits a weight in memory
         for model in (ours, packs):
             assert np.abs(model.logits(ids) - expected).max() < 1e-4 * np.abs(expected).max()
 

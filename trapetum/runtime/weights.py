@@ -88,8 +88,9 @@ class Weights:
     def matrix(self, part: str, layer: int | None = None, *, expert: int | None = None) -> Matrix:
         """A matrix in the form that multiplies."""
         place = self.place(part, layer, expert=expert)
+        load = getattr(self.source, "compact", self.source.load)  # of packed sources
         matrix = build_matrix(
-            self.source.load(place.name, place.rows),
+            load(place.name, place.rows),
             self.pool,
             expand=self.expand,
             precision=self.precision,
