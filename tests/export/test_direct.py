@@ -248,6 +248,10 @@ def test_a_config_alone_says_the_size_of_deepseek_r1(tmp_path):
         assert said["export"]["size"] == 350_873_098_456
         assert said["export"]["path"] == str(tmp_path / "a-cbk")
         assert (said["bytes"] == 350_873_098_456) == bool(options)
+    report = trapetum.quantize_model(
+        tmp_path / "r1", tmp_path / "a", recipe="cbk-deepseek-2bit", route=DirectCbk(), dry_run=True
+    )
+    assert report.nbytes == 177_392_511_196
     with pytest.raises(CheckpointError, match="no model"):
         trapetum.quantize_model(tmp_path / "r1", tmp_path / "a", bits=4)
     assert [p.name for p in tmp_path.iterdir()] == ["r1"]
