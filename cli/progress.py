@@ -6,6 +6,7 @@ never a carriage return. Both receivers may be called from worker threads.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -82,13 +83,13 @@ class LogProgress(Progress):
         self._lock = threading.Lock()
         self._label, self._unit = "", "B"
         self._total = self._done = 0
-        self._last = 0.0
+        self._begun = self._last = 0.0
 
     def begin(self, label: str, total: int, unit: str = "B") -> None:
         """Say the stage and its size."""
         with self._lock:
             self._label, self._total, self._unit, self._done = label, total, unit, 0
-            self._last = time.monotonic()
+            self._begun = self._last = time.monotonic()
             note(f"{label}: {self._amount(total)}")
 
     def advance(self, amount: int, line: str | None = None) -> None:
@@ -103,7 +104,9 @@ class LogProgress(Progress):
             else:
                 share = 100.0 * self._done / self._total if self._total else 100.0
                 done, total = self._amount(self._done), self._amount(self._total)
-                note(f"{self._label}: {done} of {total} ({share:.0f} %)")
+                left = (now - self._begun) * (100.0 / share - 1) if share else math.inf
+                more = f", about {_duration(left)} left" if 0 < left < math.inf else ""
+                note(f"{self._label}: {done} of {total} ({share:.0f} %{more})")
             self._last = now
 
     def note(self, text: str) -> None:
@@ -112,3 +115,10 @@ class LogProgress(Progress):
 
     def _amount(self, count: int) -> str:
         return human_bytes(count) if self._unit == "B" else f"{count:,} {self._unit}"
+
+
+def _duration(seconds: float) -> str:
+    """``40 s``, ``12 min`` or ``3.4 h``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

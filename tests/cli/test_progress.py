@@ -50,7 +50,9 @@ def test_a_log_without_tensors_has_a_line_every_while(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         "windows: 100 windows",
-        *(f"windows: {n} windows of 100 windows ({n} %)" for n in (30, 60, 90)),
+        "windows: 30 windows of 100 windows (30 %, about 1 min left)",
+        "windows: 60 windows of 100 windows (60 %, about 40 s left)",
+        "windows: 90 windows of 100 windows (90 %, about 10 s left)",
     ]
 
 
