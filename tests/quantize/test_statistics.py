@@ -9,12 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trapetum.errors import RecipeError, TrapetumError
+from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.artifact import Artifact
-from trapetum.formats.imatrix import MomentsWriter, write_imatrix
+from trapetum.formats.decoded import decoded
+from trapetum.formats.imatrix import MomentsWriter, open_statistics, write_imatrix
+from trapetum.formats.packed_ternary import open_checkpoint
 from trapetum.formats.source import open_source
 from trapetum.kernels.cpu.pool import Pool
+from trapetum.progress import Progress
 from trapetum.quantize.job import quantize_model
+from trapetum.quantize.plan import make_plan
+from trapetum.quantize.recipe import resolve_recipe
+from trapetum.quantize.statistics import Statistics
 from trapetum.runtime.calibrate import collect, distinct_inputs
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -75,8 +81,6 @@ def test_same_bytes_at_any_thread_count_and_less_loss(
         open_source(file.parent / "out1") as one,
         Artifact.open(tmp_path / "free") as free,
     ):
-        from trapetum.formats.imatrix import open_statistics
-
         with open_statistics(file) as statistics:
             h = statistics.moment(Q, 64)[1].astype(np.float64)
         wanted = source.load(Q).dequantize()
@@ -115,3 +119,55 @@ def test_options_that_exclude_each_other(make_model: Callable[..., Path], tmp_pa
     ):
         with pytest.raises(RecipeError, match=words):
             quantize_model(model, tmp_path / "out", **options)
+
+
+def test_rotated_rows_take_the_moment_of_rotated_inputs(
+    make_model: Callable[..., Path], tmp_path: Path, ids: np.ndarray
+) -> None:
+    model = make_model(hidden_size=128, intermediate_size=128)
+    file = moments_file(model, tmp_path / "m", ids)
+    options: dict[str, object] = {"scheme": "ternary", "levels": 4, "group_size": 64, "hadamard": True}
+    quantize_model(model, tmp_path / "free", **options)
+    quantize_model(model, tmp_path / "known", imatrix=file, **options)
+    with (
+        open_statistics(file) as statistics,
+        open_source(model) as source,
+        Artifact.open(tmp_path / "known") as known,
+        Artifact.open(tmp_path / "free") as free,
+    ):
+        h = statistics.moment(Q, 128)[1].astype(np.float64)
+        turn = known.rotation_of(Q)
+        assert turn is not None
+        plan = make_plan(open_checkpoint(model), resolve_recipe(None, **options))
+        row = next(r for r in plan.rows if r.name == Q)
+        found = Statistics(statistics, plan.rotation).importance(row)
+        x = np.random.default_rng(0).standard_normal((300, 128)).astype(np.float32)
+        rotated = turn.fold(x).astype(np.float64)  # x R^T: the same loss in the turned space
+        assert np.allclose(
+            ((x @ h) * x).sum(axis=1), ((rotated @ found.moment) * rotated).sum(axis=1), rtol=1e-4
+        )
+        wanted = source.load(Q).dequantize()
+        lost = [float(np.sum(((e := wanted - decoded(a, Q)) @ h) * e)) for a in (known, free)]
+    assert lost[0] < 0.8 * lost[1]
+
+
+def test_an_unfinished_job_does_not_go_on_with_another_importance(
+    make_model: Callable[..., Path], tmp_path: Path, ids: np.ndarray
+) -> None:
+    class Stop(Progress):
+        def advance(self, amount: int, line: str | None = None) -> None:
+            if line is not None:
+                raise KeyboardInterrupt
+
+    model = make_model()
+    first, second = (moments_file(model, tmp_path / n, ids[: 40 - i]) for i, n in enumerate("ab"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(model, tmp_path / "out", imatrix=first, progress=Stop())
+    for other in ({"imatrix": second}, {}):
+        with pytest.raises(OutputError, match="calibration"):
+            quantize_model(model, tmp_path / "out", **other)
+    report = quantize_model(model, tmp_path / "out", imatrix=first)
+    assert report.resumed > 0
+    quantize_model(model, tmp_path / "whole", imatrix=first)
+    sums = [(tmp_path / n / "SHA256SUMS").read_bytes() for n in ("out", "whole")]
+    assert sums[0] == sums[1]
