@@ -203,7 +203,7 @@ class Model:
         """
         tables: dict[Rope | None, Rotary | None] = {None: None}
         for rope in self._ropes:
-            tables[rope] = rotary_tables(self._frequencies(rope, length), start, stop, rope.magnitude)
+            tables[rope] = rotary_tables(self._inverse_frequencies(rope, length), start, stop, rope.magnitude)
         return tables
 
     @cached_property
@@ -211,7 +211,7 @@ class Model:
         """The different ones, in the order of layers."""
         return tuple(dict.fromkeys(r for r in self.config.ropes if r is not None))
 
-    def _frequencies(self, rope: Rope, length: int) -> Floats:
+    def _inverse_frequencies(self, rope: Rope, length: int) -> Floats:
         """Inverse frequencies for a text of a length; kept until another length needs others."""
         regime = rope.regime(length)
         kept = self._kept_frequencies.get(rope)
