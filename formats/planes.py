@@ -239,6 +239,11 @@ class PlanesFile:
         """Names of all weights: the parts of the planes tensors, then the dense ones."""
         return [*self._where, *self._dense]
 
+    def whole(self, names: Sequence[str]) -> MatrixEntry | None:
+        """The planes tensor that holds just these weights, in this order; None where there is none."""
+        entry = self._where[names[0]][0] if names[0] in self._where else None
+        return entry if entry is not None and [part.name for part in entry.parts] == list(names) else None
+
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """The rotation that is folded into a weight; :meth:`load` gives the weights as stored, rotated."""
         if name not in self._where or self._where[name][0].rotation is None:

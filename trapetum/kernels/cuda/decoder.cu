@@ -8,7 +8,8 @@
 //
 // Bound: all of it moves activations, a few hundred KB a layer against the tens of MB of weights; what counts is the
 // number of launches and the latency of each. Attention reads the cache once, 16 bytes a lane, split over positions.
-// Every reduction has a fixed order: lanes by shuffles, warps and splits by number.
+// Every reduction has a fixed order: lanes by shuffles, warps and splits by number. Each kernel lets the next one start at
+// once and waits for the one before: what is hidden is the time of a launch.
 
 #include "common.cuh"
 
@@ -51,6 +52,8 @@ __device__ float block_sum(float v, float* shared) {
 
 // h[m] = table[ids[m]] * factor; grid (M), any block.
 extern "C" __global__ void embed_dense(const act* table, const int* ids, float* h, int hidden, float factor) {
+    let_next_start();
+    wait_for_inputs();
     const act* row = table + (size_t)ids[blockIdx.x] * hidden;
     for (int i = threadIdx.x; i < hidden; i += blockDim.x)
         h[(size_t)blockIdx.x * hidden + i] = widen(row[i]) * factor;
@@ -58,6 +61,8 @@ extern "C" __global__ void embed_dense(const act* table, const int* ids, float* 
 
 // x *= factor; any grid and block.
 extern "C" __global__ void scale(float* x, int count, float factor) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) x[i] *= factor;
 }
@@ -68,6 +73,8 @@ extern "C" __global__ void scale(float* x, int count, float factor) {
 // x is h[m] as it is.
 extern "C" __global__ void __launch_bounds__(1024) add_norm(float* h, const float* delta, const float* delta_weight,
                                                             const float* weight, act* x, int hidden, float eps) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ float shared[32];
     float* row = h + (size_t)blockIdx.x * hidden;
     act* out = x + (size_t)blockIdx.x * hidden;
@@ -115,6 +122,8 @@ extern "C" __global__ void rotate_append(const float* yq, const float* yk, const
                                          const float* k_weight, const float* inverse_frequencies,
                                          const int* position, const int* sequence, int heads, int kv_heads, int D,
                                          int capacity, int rotated, float rotary_scale, float eps) {
+    let_next_start();
+    wait_for_inputs();
     extern __shared__ float head[];
     __shared__ float shared[32];
     int slot = blockIdx.x, m = blockIdx.y, d = threadIdx.x;
@@ -170,6 +179,8 @@ extern "C" __global__ void attend_step(const float* yq, const float* yk, const f
                                        float* partial, int* arrived, act* out, const float* sinks, int kv_heads,
                                        int group, int D, int lanes, int capacity, int rotated, int window,
                                        float rotary_scale, float eps, float scale, float cap) {
+    let_next_start();
+    wait_for_inputs();
     extern __shared__ float memory[];
     __shared__ int earlier;
     int split = blockIdx.x, kv = blockIdx.y, m = blockIdx.z, splits = gridDim.x, heads = kv_heads * group;
@@ -340,6 +351,8 @@ extern "C" __global__ void attend_step(const float* yq, const float* yk, const f
 // kind 0: SiLU, 1: GELU by tanh, 2: GELU.
 extern "C" __global__ void gate_up(const float* gate, const float* up, int gate_stride, int up_stride, act* x,
                                    int width, int kind) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= width) return;
     float g = gate[(size_t)blockIdx.y * gate_stride + i], u = up[(size_t)blockIdx.y * up_stride + i];
@@ -351,12 +364,16 @@ extern "C" __global__ void gate_up(const float* gate, const float* up, int gate_
 
 // y[m] += bias; grid (ceil(width / block), M).
 extern "C" __global__ void add_bias(float* y, const float* bias, int width) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < width) y[(size_t)blockIdx.y * width + i] += bias[i];
 }
 
 // Logits beyond a soft cap: y = cap tanh(y / cap).
 extern "C" __global__ void soft_cap(float* y, int width, float cap) {
+    let_next_start();
+    wait_for_inputs();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < width) {
         float* one = y + (size_t)blockIdx.y * width + i;
@@ -405,6 +422,8 @@ __device__ double block_sum_double(double v, double* shared) {
 extern "C" __global__ void choose(const float* logits, int stride, int vocab, float temperature, int top_k,
                                   float top_p, const double* uniform, int steps, int* ids, int* history,
                                   int* position, int* step) {
+    let_next_start();
+    wait_for_inputs();
     __shared__ Best shared_best[32];
     __shared__ double shared[32];
     __shared__ double prefix[1024];

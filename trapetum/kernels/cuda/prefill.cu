@@ -58,6 +58,8 @@ DEVICE void load_tile(act* tile, const act* from, int first, int stop) {
 extern "C" __global__ void __launch_bounds__(128) attend_prefill(
     const act* q, const act* keys, const act* values, act* out, const float* sinks, int tokens, int past, int heads,
     int kv_heads, int capacity, int window, float scale, float cap) {
+    let_next_start();
+    wait_for_inputs();
     extern __shared__ __align__(16) unsigned char memory[];
     act* key_tile = reinterpret_cast<act*>(memory);
     act* value_tile = key_tile + TILE * HEAD_DIM;

@@ -44,20 +44,17 @@ _GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
 
 
 def card_argument(value: Any) -> Any:
-    """A kernel's argument: None is a null pointer, Python numbers become 32-bit ones, anything else stays.
-
-    A float goes as the integer with its bits: of float32 scalars CuPy 14.2 with NumPy 2.5 passed zeros.
-    """
-    if value is None:
-        return np.uintp(0)
+    """A kernel's argument: Python numbers become 32-bit ones, anything else stays."""
     if isinstance(value, bool | int):
         return np.int32(value)
-    return np.float32(value).view(np.int32) if isinstance(value, float | np.floating) else value
+    return np.float32(value) if isinstance(value, float) else value
 
 
 def launch(name: str, grid: tuple[int, ...], threads: int, arguments: list[Any], shared: int = 0) -> None:
     """A kernel of ``decoder.cu`` on the current stream; Python integers and floats become 32-bit ones."""
-    kernels("decoder_f16")[name].launch(grid, threads, [card_argument(a) for a in arguments], shared)
+    kernels("decoder_f16")[name].launch(
+        grid, threads, [card_argument(a) for a in arguments], shared, early=True
+    )
 
 
 @dataclass(frozen=True)
@@ -269,7 +266,7 @@ class CardAttention:
         ]  # fmt: skip
         kernel = kernels(f"prefill_f16_{dim}")["attend_prefill"]
         grid = (-(-tokens // _TILE), self.heads)
-        kernel.launch(grid, 128, [card_argument(a) for a in arguments], 2 * _TILE * dim * 2)
+        kernel.launch(grid, 128, [card_argument(a) for a in arguments], 2 * _TILE * dim * 2, early=True)
 
     def _one_token(
         self, projected: list[Any], buffers: Buffers, now: Pass, cache: KeyValueCache, keys: Any, values: Any

@@ -88,24 +88,21 @@ class CardModel(Model):
             self._output = self._table
             if weights.find("head") is not None:
                 self._output = build_product(weights, ("head",), None, self._workspace)
-            self._frequencies: dict[Rope, Any] = {}
+            self._on_card: dict[Rope, Any] = {}
             for rope in config.ropes:
-                if rope is not None and rope not in self._frequencies:
-                    self._frequencies[rope] = cupy.asarray(rope.inverse_frequencies(config.rotary_dim))
+                if rope is not None and rope not in self._on_card:
+                    self._on_card[rope] = cupy.asarray(rope.inverse_frequencies(config.rotary_dim))
             self.card_layers: list[CardLayer] = [
                 build_card_layer(
                     weights,
                     i,
                     self._workspace,
-                    None if (rope := config.ropes[i]) is None else self._frequencies[rope],
+                    None if (rope := config.ropes[i]) is None else self._on_card[rope],
                     self._experts,
                 )
                 for i in range(config.num_hidden_layers)
             ]
             self._norm = cupy.asarray(weights.norm("final_norm").weight)
-        for product in (self._table, self._output):
-            if product.rotation is not None:
-                raise KernelUnavailable("a rotated embedding or head does not run on the card")
         self.vocab_size = self._output.rows
         self.vocabulary = self._table.rows
         self.stream.synchronize()
@@ -120,7 +117,7 @@ class CardModel(Model):
         cupy = import_cupy()
         with self.stream:
             out = cupy.empty((1, self._table.in_features), cupy.float32)
-            self._table.matrices[0].take(cupy.asarray([token], cupy.int32), out)
+            self._table.take(cupy.asarray([token], cupy.int32), out)
             found: Floats = cupy.asnumpy(out)
         return found
 
@@ -166,7 +163,7 @@ class CardModel(Model):
         """
         tokens, hidden = now.tokens, self.config.hidden_size
         eps, h = float(self.config.rms_norm_eps), buffers.h[:tokens]
-        self._table.matrices[0].take(ids, h)
+        self._table.take(ids, h)
         if self.config.embedding_scale != 1.0:
             launch(
                 "scale",
@@ -191,7 +188,7 @@ class CardModel(Model):
 
     def set_length(self, length: int) -> None:
         """Rotary frequencies for a text of this length, which some types depend on; addresses stay."""
-        for rope, array in self._frequencies.items():
+        for rope, array in self._on_card.items():
             array.set(rope.inverse_frequencies(self.config.rotary_dim, length))
 
     def _tokens(self, prompt: NDArray[np.intp], n: int, sampling: Sampling, seed: int) -> Iterator[int]:

@@ -7,10 +7,8 @@ blocks, tables in float32, ternary groups of 64) is decoded to float16 and multi
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,10 +16,14 @@ import numpy as np
 from trapetum.errors import KernelUnavailable
 from trapetum.formats import planes
 from trapetum.formats.planes import GROUP_SIZE, tensor_planes
+from trapetum.formats.planes_entries import MatrixEntry, TilesEntry
+from trapetum.formats.planes_source import PlanesSource
 from trapetum.formats.tiles import AdditiveTiles, tiles_for
+from trapetum.kernels.cuda.dense import multiply_dense
 from trapetum.kernels.cuda.linear import cuda_linear
 from trapetum.kernels.cuda.module import import_cupy, kernels
-from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor
+from trapetum.kernels.cuda.rotate import rotate
+from trapetum.tensors import DenseTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
 if TYPE_CHECKING:
     from trapetum.kernels.cuda.workspace import Workspace
@@ -29,29 +31,6 @@ if TYPE_CHECKING:
     from trapetum.runtime.weights import Weights
 
 __all__ = ["CardMatrix", "DenseCardMatrix", "Output", "Product", "build_product"]
-
-_FLOAT16, _FLOAT32, _COMPUTE_32F, _DEFAULT_ALGORITHM = 2, 0, 68, -1  # numbers of the cuBLAS interface
-_PLAIN, _TRANSPOSED = 0, 1
-
-
-@cache
-def _blas() -> Any:
-    """cuBLAS itself: CuPy's own calls refuse to be captured in a graph, the library does not.
-
-    Raises
-    ------
-    KernelUnavailable
-        If the library cannot be loaded.
-    """
-    import_cupy().cuda.device.get_cublas_handle()  # loads it
-    for version in (13, 12):
-        try:
-            return ctypes.CDLL(f"libcublas.so.{version}")
-        except OSError:
-            continue
-    raise KernelUnavailable(
-        "libcublas cannot be loaded", hint="Install trapetum[cuda13] or trapetum[cuda12]."
-    )
 
 
 class CardMatrix(Protocol):
@@ -82,7 +61,6 @@ class DenseCardMatrix:
     def __init__(self, weight: Any) -> None:
         self.weight = weight
         self.rows, self.in_features = weight.shape
-        self._one, self._zero = np.ones(1, np.float32), np.zeros(1, np.float32)
 
     @property
     def nbytes(self) -> int:
@@ -91,30 +69,16 @@ class DenseCardMatrix:
 
     def multiply(self, x: Any, out: Any = None, stream: Any = None) -> Any:
         """See :class:`CardMatrix`."""
-        cupy = import_cupy()
         if out is None:
-            out = cupy.empty((x.shape[0], self.rows), cupy.float32)
-        blas, at = _blas(), ctypes.c_void_p
-        handle = at(cupy.cuda.device.get_cublas_handle())
-        status = blas.cublasSetStream_v2(handle, at((stream or cupy.cuda.get_current_stream()).ptr))
-        # Row-major matrices are the transposed ones to a library that counts by columns.
-        status |= blas.cublasGemmEx(
-            handle, _TRANSPOSED, _PLAIN, self.rows, x.shape[0], self.in_features,
-            at(self._one.ctypes.data), at(self.weight.data.ptr), _FLOAT16, self.in_features,
-            at(x.data.ptr), _FLOAT16, self.in_features,
-            at(self._zero.ctypes.data), at(out.data.ptr), _FLOAT32, self.rows, _COMPUTE_32F, _DEFAULT_ALGORITHM,
-        )  # fmt: skip
-        if status:
-            raise KernelUnavailable(
-                f"cuBLAS cannot multiply {tuple(x.shape)} by {self.weight.shape}: status {status}"
-            )
+            out = import_cupy().empty((x.shape[0], self.rows), np.float32)
+        multiply_dense(x, self.weight, self.rows, out, stream=stream)
         return out
 
     def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
         """See :class:`CardMatrix`."""
         kernel = kernels("decoder_f16")["embed_dense"]
-        arguments = (self.weight, ids, out, np.int32(self.in_features), np.float32(1).view(np.int32))
-        kernel.launch((ids.shape[0],), 1024, arguments, 0, stream)
+        arguments = (self.weight, ids, out, np.int32(self.in_features), np.float32(1))
+        kernel.launch((ids.shape[0],), 1024, arguments, 0, stream, early=True)
         return out
 
 
@@ -156,6 +120,9 @@ class Product:
         self.matrices, self.parts, self.biases, self.rotation = matrices, parts, biases, rotation
         self.rows = sum(m.rows for m in matrices)
         self.in_features = matrices[0].in_features
+        self._signs: Any = None
+        if rotation is not None:
+            self._signs = import_cupy().asarray(rotation.signs[self.in_features].astype(np.int8))
 
     @property
     def nbytes(self) -> int:
@@ -171,14 +138,22 @@ class Product:
         """Where each part lies in :meth:`buffers`."""
         return [Output(buffers[i], row, self.matrices[i].rows) for i, row in self.parts]
 
+    def take(self, ids: Any, out: Any, stream: Any = None) -> None:
+        """Rows ``ids`` (int32) of the only matrix -> ``out`` float32 [count, in_features], turned back if rotated."""
+        self.matrices[0].take(ids, out, stream)
+        if self.rotation is not None:
+            rotate(out, self._signs, self.rotation.block_size, after=True, stream=stream)
+
     def __call__(self, x: Any, buffers: Sequence[Any], stream: Any = None) -> None:
-        """Multiply float16 [tokens, in_features] into ``buffers``."""
+        """Multiply float16 [tokens, in_features] into ``buffers``; ``x`` is rotated in place where weights are."""
+        if self.rotation is not None:
+            rotate(x, self._signs, self.rotation.block_size, stream=stream)
         for matrix, bias, out in zip(self.matrices, self.biases, buffers, strict=True):
             matrix.multiply(x, out, stream)
             if bias is not None:
                 kernel = kernels("decoder_f16")["add_bias"]
                 grid = (-(-matrix.rows // 256), x.shape[0])
-                kernel.launch(grid, 256, (out, bias, np.int32(matrix.rows)), 0, stream)
+                kernel.launch(grid, 256, (out, bias, np.int32(matrix.rows)), 0, stream, early=True)
 
 
 def build_product(weights: Weights, parts: Sequence[str], layer: int | None, workspace: Workspace) -> Product:
@@ -209,9 +184,16 @@ def build_product(weights: Weights, parts: Sequence[str], layer: int | None, wor
             f"{places[0].name} and {places[-1].name} read one input and are rotated differently"
         )
     biases = [weights.bias(part, layer) for part in parts]
-    tensors = [weights.source.load(place.name, place.rows) for place in places]
-    groups = _groups(tensors)
-    matrices = [_upload([tensors[i] for i in group], workspace) for group in groups]
+    source, entry = weights.source, None
+    if isinstance(source, PlanesSource) and all(place.rows is None for place in places):
+        entry = source.whole([place.name for place in places])
+    if isinstance(source, PlanesSource) and entry is not None:  # bytes as they are
+        counts = [matrix_shape(part.shape)[0] for part in entry.parts]
+        groups, matrices = [list(range(len(parts)))], [_stored(source, entry, workspace)]
+    else:
+        tensors = [weights.source.load(place.name, place.rows) for place in places]
+        counts, groups = [tensor.rows for tensor in tensors], _groups(tensors)
+        matrices = [_upload([tensors[i] for i in group], workspace) for group in groups]
     for place in places:
         weights.source.release(place.name, place.rows)
     where: dict[int, tuple[int, int]] = {}
@@ -220,14 +202,21 @@ def build_product(weights: Weights, parts: Sequence[str], layer: int | None, wor
         start = 0
         for i in group:
             where[i] = number, start
-            start += tensors[i].rows
+            start += counts[i]
         if all(biases[i] is None for i in group):
             joined.append(None)
         else:
-            zeros = [np.zeros(tensors[i].rows, np.float32) for i in group]
+            zeros = [np.zeros(counts[i], np.float32) for i in group]
             known = [z if (b := biases[i]) is None else b for z, i in zip(zeros, group, strict=True)]
             joined.append(cupy.asarray(np.concatenate(known)))
     return Product(matrices, [where[i] for i in range(len(parts))], joined, rotations[0])
+
+
+def _stored(source: PlanesSource, entry: MatrixEntry, workspace: Workspace) -> CardMatrix:
+    """A matrix of a planes file, without another layout in between."""
+    count = entry.tiles.entries if isinstance(entry, TilesEntry) else 0
+    data = np.asarray(source.raw(entry.name)).reshape(-1)
+    return cuda_linear(entry.layout, data, entry.rows, entry.in_features, count, workspace)
 
 
 def _layout(tensor: QuantizedTensor) -> str:
