@@ -33,7 +33,7 @@ def run(*arguments: str, **variables: str) -> tuple[bool, str]:
 
 def numbers(pattern: str, text: str) -> list[int]:
     """Sums of the groups of every match."""
-    found = [[int(n) for n in match] for match in re.findall(pattern, text)]
+    found = [[int(n) for n in match.groups()] for match in re.finditer(pattern, text)]
     return [sum(column) for column in zip(*found)] if found else []
 
 

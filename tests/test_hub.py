@@ -42,6 +42,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         return state["result"]
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.setattr("trapetum.hub_errors.time.sleep", lambda seconds: None)
     monkeypatch.chdir(tmp_path)
     return state
 
@@ -144,6 +145,7 @@ def chained(outer: Exception, inner: Exception) -> Exception:
         (type("ReadTimeout", (type("TransportError", (Exception,), {}),), {})(TOKEN), "cannot be reached"),
         (RuntimeError(TOKEN), "download failed (RuntimeError)"),
         (OSError(errno.ENOSPC, TOKEN), "No space left on device"),
+        (OSError(errno.EDQUOT, TOKEN), "quota exceeded"),
         (OSError(TOKEN), "download failed (OSError)"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
