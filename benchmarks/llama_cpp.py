@@ -1,17 +1,18 @@
 """Perplexity of exported GGUF files in llama.cpp against our own, window by window.
 
-    python benchmarks/llama_cpp.py MODEL TEXT [WINDOWS [CASE ...]]
+    python benchmarks/llama_cpp.py MODEL TEXT [WINDOWS [CASE ...]] [--calibrate OTHER_TEXT]
 
 MODEL (a Hugging Face folder or a GGUF) is exported as it is and after several quantizations, all of them unless cases
-are named. Each file runs in llama.cpp
-(package ``xllamacpp``, one thread, float32 cache) and in our runtime, over the same windows of 512 tokens, of which the
-second halves are scored. llama.cpp's server gives log-probabilities of generated tokens only, so each token of the text
-is made the generated one by a bias on its logit; what is reported is the probability before that bias. A token that is
-no whole character is withheld by the server, and looked up among all probabilities instead.
+are named; cases "calibrated" need the second text. Each file runs in llama.cpp (package ``xllamacpp``, one thread,
+float32 cache) and in our runtime, over the same windows of 512 tokens, of which the second halves are scored.
+llama.cpp's server gives log-probabilities of generated tokens only, so each token of the text is made the generated one
+by a bias on its logit; what is reported is the probability before that bias. A token that is no whole character is
+withheld by the server, and looked up among all probabilities instead.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -28,6 +29,8 @@ from trapetum.export import plan_export
 from trapetum.runtime.evaluate import perplexity
 
 WINDOW = 512
+_FOUR: dict[str, Any] = {"scheme": "ternary", "levels": 4, "group_size": 64, "effort": "high"}
+_KNOWN: dict[str, Any] = {"calibrate": None, "sequential": True}
 CASES: dict[str, tuple[dict[str, Any] | None, str | None]] = {  # quantize options, --gguf-type
     "as it is": (None, None),
     "F16": (None, "F16"),
@@ -39,6 +42,11 @@ CASES: dict[str, tuple[dict[str, Any] | None, str | None]] = {  # quantize optio
     "gguf:Q4_K": ({"scheme": "gguf:Q4_K"}, None),
     "gguf:IQ4_NL": ({"scheme": "gguf:IQ4_NL"}, None),
     "gguf:Q6_K": ({"scheme": "gguf:Q6_K"}, None),
+    "4 levels g64, calibrated": ({**_FOUR, **_KNOWN}, "Q2_0"),
+    "4 levels g128 + hadamard, calibrated, unfolded": (
+        {**_FOUR, "group_size": 128, "hadamard": True, **_KNOWN},
+        "F32",
+    ),
 }
 
 
@@ -97,7 +105,7 @@ def engine_perplexity(path: Path, vocab: int, windows: np.ndarray[Any, Any]) -> 
     return math.exp(float(np.mean(losses)))
 
 
-def main(model: str, text: str, count: int = 8, *chosen: str) -> None:
+def main(model: str, text: str, count: int, chosen: list[str], calibrate: str | None) -> None:
     """Print one line a case."""
     unknown = [label for label in chosen if label not in CASES]
     if unknown:
@@ -115,6 +123,10 @@ def main(model: str, text: str, count: int = 8, *chosen: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(model)
             if options is not None:
+                if "calibrate" in options:
+                    if calibrate is None:
+                        continue
+                    options = {**options, "calibrate": calibrate}
                 source = Path(folder, "artifact")
                 trapetum.quantize_model(model, source, **options)
             target = Path(folder, "m.gguf")
@@ -133,4 +145,13 @@ def main(model: str, text: str, count: int = 8, *chosen: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:4]), *sys.argv[4:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("windows", type=int, nargs="?", default=8)
+    parser.add_argument("case", nargs="*")
+    parser.add_argument("--calibrate")
+    given = parser.parse_args()
+    main(given.model, given.text, given.windows, given.case, given.calibrate)

@@ -67,8 +67,9 @@ def _rows() -> list[Row]:
             ("--scheme", "ternary", "--levels", "4", "--group-size", "64"),
             (_FREE, _IM, _MOMENTS, _SEQUENTIAL),
         ),
-        "4-level g64 + hadamard": (
-            ("--scheme", "ternary", "--levels", "4", "--group-size", "64", "--hadamard"),
+        "4-level g128": (("--scheme", "ternary", "--levels", "4"), (_FREE, _MOMENTS, _SEQUENTIAL)),
+        "4-level g128 + hadamard": (
+            ("--scheme", "ternary", "--levels", "4", "--hadamard"),
             (_FREE, _MOMENTS, _SEQUENTIAL),
         ),
         "ternary g128": (("--scheme", "ternary"), (_FREE, _MOMENTS, _SEQUENTIAL)),
