@@ -338,6 +338,28 @@ def test_no_compilation_for_new_lengths_and_batches(artifacts):
         assert counters["compiled"] == before["compiled"]
 
 
+@pytest.mark.parametrize("name", ["4 bits", "8 bits", "additive"])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_planes_run_as_they_are_stored(tmp_path, artifacts, name, fuse):
+    if fuse and name == "additive":
+        pytest.skip("additive matrices have codebooks of their own and are never fused")
+    folder = trapetum.export_artifact(artifacts[name], "planes", tmp_path / "planes", fuse=fuse)
+    ids = RNG.integers(0, 500, 100)
+    with trapetum.load(artifacts[name], device="cuda") as a, trapetum.load(folder, device="cuda") as b:
+        assert np.abs(a.logits(ids) - b.logits(ids)).max() < 1e-5
+
+
+def test_rotated_weights_meet_rotated_activations(tmp_path):
+    demo = Path(trapetum.__file__).parents[1] / "models"
+    source = next(p.parent for p in sorted(demo.rglob("config.json")))
+    art = trapetum.quantize_model(source, tmp_path / "art", scheme="ternary", hadamard=True).out
+    ids = RNG.integers(0, 500, 100)
+    with trapetum.load(art) as cpu, trapetum.load(art, device="cuda") as card:
+        assert compare(cpu, card, ids, ctx=100)["kl_mean"] < LIMITS["ternary"]
+        prompt = ids[:20].tolist()
+        assert len(card.generate(prompt, 8, stop_ids=())) == 8
+
+
 def make(folder, family, **values):
     """A tiny random model of transformers."""
     torch = pytest.importorskip("torch")
