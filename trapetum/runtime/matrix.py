@@ -47,7 +47,8 @@ _FEW_PIECE_WEIGHTS = 1 << 20  # worth waking a thread (40 us): 0.3 to 0.6 ms
 # Beyond, a piece of work is some rows of the matrix times some tokens, cut into tiles that stay in that cache.
 _MANY_ROWS = 480
 _MANY_PANELS = 16  # 512 tokens
-_TILE_WEIGHTS = 1 << 18  # 1 MiB of float32
+_TILE_WEIGHTS = 1 << 18  # 1 MiB of float32 where rows are short enough
+_LEAST_TILE_ROWS, _MOST_TILE_ROWS = 48, 96  # all activations are read once a tile
 
 
 class Matrix:
@@ -116,7 +117,8 @@ class Matrix:
         """Write ``x @ W.T`` into ``out``; panels of ``Activations``."""
         from trapetum.kernels.cpu.gemm import ROWS, multiply_panels
 
-        step = max(1, _TILE_WEIGHTS // self.in_features // ROWS) * ROWS
+        fitting = _TILE_WEIGHTS // self.in_features // ROWS * ROWS
+        step = min(max(fitting, _LEAST_TILE_ROWS), _MOST_TILE_ROWS)
         height = max(step, _MANY_ROWS // step * step)
         across = -(-len(panels) // _MANY_PANELS)
 
