@@ -66,6 +66,9 @@ def plan_mtp(request: ExportRequest) -> CbkPlan:
                 hint="Some checkpoints leave it out; the original one has it.",
             )
         _check_shared(artifact, config, prefix)
+        stored = set(artifact.names())
+        if missing := [r.name for r in header.records() if prefix + r.name not in stored]:
+            raise CheckpointError(f"tensor {prefix}{missing[0]} is missing")
         jobs = [_job(record, request, prefix) for record in header.records()]
     size, rows = header.file_bytes(), [job.row for job in jobs]
     request = replace(request, out=out)
@@ -75,8 +78,6 @@ def plan_mtp(request: ExportRequest) -> CbkPlan:
 def _job(record: Record, request: ExportRequest, prefix: str) -> Job:
     """A record of the block is named as in the checkpoint, after the layer's prefix."""
     name, artifact = prefix + record.name, request.artifact
-    if name not in artifact.names():
-        raise CheckpointError(f"tensor {name} is missing")
     piece = _piece(artifact, name)
     rows, inputs = (record.shape if len(record.shape) == 2 else (1, *record.shape))[:2]
     padded = ".experts." in name or ".shared_experts." in name
