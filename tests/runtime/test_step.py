@@ -192,12 +192,11 @@ def test_logits_with_norms_after_and_caps_and_another_gate(memory_source: Any) -
 
 
 def test_logits_with_part_of_each_head_rotated(memory_source: Any) -> None:
-    model = Model(_source(memory_source, "float32"), Pool(1), "fast")
-    plain = _both(model)[0]
+    plain, model = (Model(_source(memory_source, "float32"), Pool(1), "fast") for _ in range(2))
     model.config = replace(model.config, rotary_dim=16)
     general, stepped = _both(model)
     assert np.linalg.norm(stepped - general) <= 1e-5 * np.linalg.norm(general)
-    assert not np.array_equal(plain, general)
+    assert not np.array_equal(_both(plain)[0], general)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +218,7 @@ def test_same_bits_at_any_thread_count(memory_source: Any) -> None:
     # wide enough that products and attention are spread
     wide = {"intermediate_size": 4096, "vocab_size": 4096}
     results = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 8):
         source = _source(memory_source, "codebook 16", **wide)
         model = Model(source, Pool(threads), "fast")
         results.append(model.generate(IDS, 20, stop_ids=()))
