@@ -81,6 +81,8 @@ class Fp8Checkpoint(PackedCheckpoint):
         for name in self.inner.names():
             dtype = self.inner.dtype(name).name
             if dtype in FLOAT8 and len(self.inner.shape(name)) >= 2:
+                if 0 in self.inner.shape(name):
+                    continue
                 if not self._scales(name):
                     bare.append(name)
                 found[name] = self.inner.shape(name)
