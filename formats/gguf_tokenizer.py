@@ -66,6 +66,7 @@ PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "llama-bpe": (_split(_WORDS % "{1,3}"), True),
     "llama3": (_split(_WORDS % "{1,3}"), True),
     "smaug-bpe": (_split(_WORDS % "{1,3}"), False),
+    "dbrx": (_split(_WORDS % "{1,3}"), False),  # Phi-4, OLMo-2
     "qwen2": (_split(_WORDS % ""), False),
     "qwen35": (_split(_MARKS), False),
     "tekken": (_split(_CASED % ("", "", "")), True),

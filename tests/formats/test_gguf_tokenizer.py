@@ -133,7 +133,7 @@ def test_sentencepiece(prefix: bool) -> None:
     ("change", "message"),
     [
         ({"tokenizer.ggml.model": "bert"}, "kind 'bert'"),
-        ({"tokenizer.ggml.pre": "dbrx"}, "pre is 'dbrx'"),
+        ({"tokenizer.ggml.pre": "viking"}, "pre is 'viking'"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "twice"),
         ({"tokenizer.ggml.token_type": [1]}, "1 token types"),
