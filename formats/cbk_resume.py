@@ -7,6 +7,7 @@ is cut after the last one that is whole.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.errors import OutputError
 from trapetum.formats.atomic import disk_errors
 from trapetum.formats.cbk_records import CbkHeader, Record
 from trapetum.formats.cbk_writer import record_entry
@@ -71,12 +73,14 @@ class ResumableCbkWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            try:
-                if kind is None or not issubclass(kind, OSError):
-                    self._sync()
-            finally:
-                self._file.close()
+        if self._file is None:
+            return
+        try:
+            if kind is None or not issubclass(kind, OSError | OutputError):
+                self._sync()
+        finally:
+            with disk_errors(self.path) if kind is None else contextlib.suppress(OSError):
+                self._file.close()  # on a full disk what is buffered cannot be flushed, and that is known already
 
     @property
     def sha256(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import trapetum
 import trapetum.export.direct as direct
+import trapetum.formats.cbk_resume as resume
 from trapetum.cli.app import app
 from trapetum.errors import CheckpointError, OutputError, UnsupportedModelError
 from trapetum.export import export_artifact
@@ -149,6 +151,25 @@ def test_a_damaged_record_is_made_again(model, two_steps, tmp_path):
     file.write_bytes(data)
     report = trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk())
     assert 0 < report.resumed < 29
+    assert contents(report.out) == two_steps[0]
+
+
+def test_a_full_disk_is_one_error_and_the_work_stays(model, two_steps, tmp_path, monkeypatch):
+    real, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(resume, "_SYNC_BYTES", 1)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutputError, match="the disk is full"):
+        trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk())
+    monkeypatch.undo()
+    report = trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk())
+    assert report.resumed > 5
     assert contents(report.out) == two_steps[0]
 
 
