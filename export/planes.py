@@ -1,16 +1,17 @@
-"""Artifact -> planes-v1: ternary matrices in the form that GPU kernels read, everything else beside them.
+"""Artifact -> planes: matrices in the form that GPU kernels read, everything else beside them.
 
-Codes and scales are those of the artifact, bit for bit. Tensors that are not ternary are stored dense: kept ones as
-they are, codebooks in the dtype of their entries (exact), other layouts as float32. With ``fuse`` the matrices that an
-engine multiplies as one (q, k, v; gate, up) are concatenated by rows first and laid out as one tensor.
+Ternary matrices become planes-v1, codebooks and additive codebooks the tiles of ``formats/tiles.py``; codes, scales and
+entries are those of the artifact, bit for bit. What no layout holds is stored dense: kept tensors as they are, float32
+codebooks exactly, other layouts as float32. With ``fuse`` the matrices that an engine multiplies as one (q, k, v; gate,
+up) are concatenated by rows first and laid out as one tensor; additive ones never are, for each has its own codebooks.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,12 +28,15 @@ from trapetum.formats.planes import (
     GROUP_SIZE,
     LAYOUT,
     MANIFEST,
+    MatrixEntry,
     PlanesEntry,
     PlanesLayout,
     PlanesPart,
+    TilesEntry,
     write_planes,
 )
 from trapetum.formats.source import TensorSource
+from trapetum.formats.tiles import Tiles, tiles_for
 from trapetum.models.architectures import resolve
 from trapetum.progress import Progress
 from trapetum.rotation import ROTATION_KEY, HadamardRotation
@@ -104,13 +108,14 @@ def plan_planes(request: ExportRequest) -> PlanesPlan:
     artifact = request.artifact
     refuse_existing(request.out, _KNOWN, overwrite=request.overwrite)
     first_rows = {
-        n: artifact.load(n, slice(0, 1)) for n in artifact.names() if artifact.layout(n) == "ternary"
+        n: artifact.load(n, slice(0, 1)) for n in artifact.names() if artifact.layout(n) != DenseTensor.layout
     }
     ternary = {n: row for n, row in first_rows.items() if isinstance(row, TernaryTensor)}
-    if not ternary:
+    tiled = {n: made for n, row in first_rows.items() if (made := tiles_for(row)) is not None}
+    if not ternary and not tiled:
         raise UnsupportedModelError(
-            f"{artifact.path}: holds no ternary matrix; {LAYOUT} is a layout of ternary ones",
-            hint="Quantize with --scheme ternary, or take over ternary weights with --scheme asis.",
+            f"{artifact.path}: holds no ternary, codebook or additive matrix; planes files are made of those",
+            hint="Quantize with --bits 4 or --scheme ternary, or take over ternary weights with --scheme asis.",
         )
     if bad := [text for n, row in ternary.items() if (text := _misfit(n, row))]:
         raise UnsupportedModelError(
@@ -118,15 +123,19 @@ def plan_planes(request: ExportRequest) -> PlanesPlan:
             f"float16 scales: {'; '.join(bad[:8])}",
             hint=f"Quantize with --group-size {GROUP_SIZE}.",
         )
-    entries = tuple(_entries(artifact, ternary, fuse=request.fuse))
-    dense = {n: (_dense_dtype(artifact, n), artifact.shape(n)) for n in artifact.names() if n not in ternary}
-    layout = PlanesLayout(entries, dense, _rotation(artifact, ternary))
-    together = {part.name: e.name for e in entries if len(e.parts) > 1 for part in e.parts}
-    rows = [
-        ExportRow(n, "exact", f"ternary -> {LAYOUT}" + (f" in {together[n]}" if n in together else ""))
-        for n in ternary
-    ] + [ExportRow(n, "exact", f"{artifact.layout(n)} -> {dtype}") for n, (dtype, _) in dense.items()]
+    groups = _groups(artifact, first_rows) if request.fuse else {}
+    entries = tuple(_entries(artifact, first_rows, ternary, tiled, groups))
+    held = {part.name: entry for entry in entries for part in entry.parts}
+    dense = {n: (_dense_dtype(artifact, n), artifact.shape(n)) for n in artifact.names() if n not in held}
+    layout = PlanesLayout(entries, dense, _rotation(artifact, held))
+    rows = [ExportRow(n, "exact", _told(artifact, n, entry)) for n, entry in held.items()]
+    rows += [ExportRow(n, "exact", f"{artifact.layout(n)} -> {dtype}") for n, (dtype, _) in dense.items()]
     return PlanesPlan(request, layout.size, {FILE: layout.size}, rows, [], layout=layout)
+
+
+def _told(artifact: TensorSource, name: str, entry: MatrixEntry) -> str:
+    together = f" in {entry.name}" if len(entry.parts) > 1 else ""
+    return f"{artifact.layout(name)} -> {entry.layout}{together}"
 
 
 def _misfit(name: str, row: TernaryTensor) -> str | None:
@@ -142,36 +151,55 @@ def _dense_dtype(artifact: TensorSource, name: str) -> np.dtype[Any]:
     return artifact.dtype(name)
 
 
-def _rotation(artifact: TensorSource, names: dict[str, TernaryTensor]) -> HadamardRotation | None:
+def _rotation(artifact: TensorSource, names: Iterable[str]) -> HadamardRotation | None:
     return next((r for n in names if (r := rotation_of(artifact, n)) is not None), None)
 
 
 def _entries(
-    artifact: TensorSource, ternary: dict[str, TernaryTensor], *, fuse: bool
-) -> Iterator[PlanesEntry]:
-    """One entry a matrix, or a group of matrices; fused only where all of the group agree."""
+    artifact: TensorSource,
+    first_rows: dict[str, QuantizedTensor],
+    ternary: dict[str, TernaryTensor],
+    tiled: dict[str, type[Tiles]],
+    groups: dict[str, tuple[str, list[str]]],
+) -> Iterator[MatrixEntry]:
+    """One entry a matrix, or a group of matrices."""
     done: set[str] = set()
-    groups = _groups(artifact, ternary) if fuse else {}
-    for name in ternary:
-        if name in done:
+    for name in first_rows:
+        if name in done or (name not in ternary and name not in tiled):
             continue
         fused, members = groups.get(name, (name, [name]))
         done.update(members)
         parts = tuple(PlanesPart(n, artifact.shape(n)) for n in members)
-        levels = max(ternary[n].levels for n in members)
-        rotated = rotation_of(artifact, members[0]) is not None
-        yield PlanesEntry(fused, parts, levels, ROTATION_KEY if rotated else None)
+        rotation = ROTATION_KEY if rotation_of(artifact, members[0]) is not None else None
+        if name in ternary:
+            yield PlanesEntry(fused, parts, max(ternary[n].levels for n in members), rotation)
+        else:
+            form = tiled[name].of([first_rows[n] for n in members])
+            rows = sum(matrix_shape(part.shape)[0] for part in parts)
+            yield TilesEntry(fused, parts, replace(form, rows=rows), rotation)
 
 
-def _groups(artifact: TensorSource, ternary: dict[str, TernaryTensor]) -> dict[str, tuple[str, list[str]]]:
-    """For each matrix that can be fused: the name of the whole, and its members in order."""
+def _groups(
+    artifact: TensorSource, first_rows: dict[str, QuantizedTensor]
+) -> dict[str, tuple[str, list[str]]]:
+    """For each matrix that can be fused: the name of the whole, and its members in order.
+
+    All of the group must agree: ternary, or codebooks of one layout; row lengths; rotated or not.
+    """
     arch = resolve(artifact.config)
-    by_place = {(role.kind, role.layer): n for n in ternary if (role := arch.role(n)).expert is None}
+    kinds_of = {n: row.layout for n, row in first_rows.items() if isinstance(row, TernaryTensor)}
+    for n, row in first_rows.items():
+        if isinstance(row, CodebookTensor) and (made := tiles_for(row)) is not None:
+            kinds_of[n] = made.layout
+    by_place = {(role.kind, role.layer): n for n in kinds_of if (role := arch.role(n)).expert is None}
     found: dict[str, tuple[str, list[str]]] = {}
     for layer in sorted({layer for _, layer in by_place if layer is not None}):
         for kinds, whole in _FUSED.items():
             members = [by_place[kind, layer] for kind in kinds if (kind, layer) in by_place]
-            alike = {(matrix_shape(artifact.shape(n))[1], rotation_of(artifact, n) is None) for n in members}
+            alike = {
+                (kinds_of[n], matrix_shape(artifact.shape(n))[1], rotation_of(artifact, n) is None)
+                for n in members
+            }
             if len(members) == len(kinds) and len(alike) == 1:
                 head, _, last = members[0].rpartition(".")
                 name = f"{head.rpartition('.')[0]}.{whole}.{last}"

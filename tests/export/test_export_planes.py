@@ -66,7 +66,7 @@ def test_bytes_by_hand(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_what_the_layout_cannot_hold_is_refused(demo_model: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="no ternary matrix"):
+    with pytest.raises(UnsupportedModelError, match="no ternary, codebook or additive matrix"):
         export_artifact(demo_model, "planes", tmp_path / "p")
     trapetum.quantize_model(demo_model, tmp_path / "g64", scheme="ternary", group_size=64)
     with pytest.raises(UnsupportedModelError, match=r"21 matrices do not fit planes-v1.*groups of 64"):
@@ -79,3 +79,25 @@ def test_an_existing_output_is_refused(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="exists"):
         export_artifact(artifact, "planes", tmp_path / "p")
     export_artifact(artifact, "planes", tmp_path / "p", overwrite=True)
+
+
+@pytest.mark.parametrize(("bits", "layout"), [(4, "codebook4-v1"), (6, "codebook8-v1")])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_tiles_are_the_artifact(demo_model: Path, tmp_path: Path, layout: str, bits: int, fuse: bool) -> None:
+    """Codebooks in the kernels' order of bytes, read back to what the artifact means."""
+    trapetum.quantize_model(demo_model, tmp_path / "a", bits=bits)
+    export_artifact(tmp_path / "a", "planes", tmp_path / "p", fuse=fuse)
+    manifest = json.loads((tmp_path / "p" / "planes.json").read_text())
+    assert manifest["version"] == 2
+    described = manifest["tensors"]
+    assert {item["layout"] for item in described.values()} == {layout}
+    assert (f"{LAYER}self_attn.qkv_proj.weight" in described) == fuse
+    with open_source(tmp_path / "a") as old, open_source(tmp_path / "p") as new:
+        assert sorted(old.names()) == sorted(new.names())
+        for name in old.names():
+            assert old.layout(name) == new.layout(name)
+            assert np.array_equal(old.load(name).dequantize(), new.load(name).dequantize()), name
+            part = new.load(name, slice(1, 3))
+            assert np.array_equal(part.dequantize(), old.load(name, slice(1, 3)).dequantize()), name
+    with trapetum.load(tmp_path / "a") as a, trapetum.load(tmp_path / "p") as b:
+        assert np.array_equal(a.logits([5, 6, 7]), b.logits([5, 6, 7]))

@@ -45,7 +45,8 @@ template <bool BF16> DEVICE void expand_table(u32* table, const u16* entries) {
 
 DEVICE u32 look_up(const u8* table, u32 offset) { return *(const u32*)(table + offset); }
 
-template <bool BF16, int PAIRS>  // PAIRS of tokens
+// PAIRS of tokens. STAGED: activations fit beside the table in shared memory.
+template <bool BF16, int PAIRS, bool STAGED>
 DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flag;
@@ -73,7 +74,9 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
 
     // Lane t of quad g holds tokens g / 4, g / 4 + 2 ... where g % 4 is t; elsewhere B is zero.
     const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
-    const u16* mine = x + (u64)(g >> 2) * work.in_features;
+    u16* staged = (u16*)(shared + TABLE_BYTES + 2 * ENTRY_BYTES);
+    const int pitch = STAGED ? work.per_tile * UNIT_INPUTS : work.in_features;
+    const u16* mine = (STAGED ? staged : x) + (u64)(g >> 2) * pitch;
 
     const auto finish = [&](int tile, int i, float sum) {
         const int row = tile * ROWS + i % ROWS;
@@ -87,7 +90,10 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
         const int tile = from / work.per_tile;
         const int to = min(last, (tile + 1) * work.per_tile);
         expand_table<BF16>((u32*)shared, (const u16*)(shared + TABLE_BYTES + tile % 2 * ENTRY_BYTES));
-        if (from == first) wait_for_inputs();
+        if (from == first) {
+            wait_for_inputs();
+            if (STAGED) stage_inputs(staged, pitch, x, work.tokens, work.in_features, work.aligned);
+        }
         __syncthreads();
         if ((tile + 2) * work.per_tile < last) fetch_entries(shared, entries, tile + 2);
 
@@ -97,7 +103,7 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
             u32 b[EARLY][8] = {}, a[4][4];
             const auto inputs = [&](u32 (&to)[8], int p) {
                 if (tokens > 2 * p)
-                    load_inputs<16>(to, mine + (u64)(2 * p) * work.in_features, k, work.in_features, work.aligned);
+                    load_inputs<16>(to, mine + (u64)(2 * p) * pitch, k, work.in_features, STAGED || work.aligned);
             };
 #pragma unroll
             for (int p = 0; p < EARLY; ++p) inputs(b[p], p);
@@ -163,19 +169,22 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
         collect<BlockTeam>(work, sums, tail, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(tail, i, sum); });
 }
 
-#define GEMV(NAME, BF16, PAIRS)                                                                                       \
+#define GEMV(NAME, BF16, PAIRS, STAGED)                                                                               \
     extern "C" __global__ void __launch_bounds__(512, PAIRS > 2 ? 1 : 2)                                              \
-    NAME(const u8* codes, const u16* entries, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {       \
-        gemv<BF16, PAIRS>(codes, entries, x, y, Sums{partial, arrived}, WORK);                                        \
+    NAME(const u8* codes, const u16* entries, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) { \
+        gemv<BF16, PAIRS, STAGED>(codes, entries, x, y, Sums{partial, arrived}, WORK);                                \
     }
-GEMV(codebook4_gemv_f16_2, false, 1)
-GEMV(codebook4_gemv_f16_4, false, 2)
-GEMV(codebook4_gemv_f16_8, false, 4)
-GEMV(codebook4_gemv_f16_16, false, 8)
-GEMV(codebook4_gemv_bf16_2, true, 1)
-GEMV(codebook4_gemv_bf16_4, true, 2)
-GEMV(codebook4_gemv_bf16_8, true, 4)
-GEMV(codebook4_gemv_bf16_16, true, 8)
+#define GEMVS(TYPE, BF16)                               \
+    GEMV(codebook4_gemv_##TYPE##_2, BF16, 1, false)     \
+    GEMV(codebook4_gemv_##TYPE##_4, BF16, 2, false)     \
+    GEMV(codebook4_gemv_##TYPE##_8, BF16, 4, false)     \
+    GEMV(codebook4_gemv_##TYPE##_16, BF16, 8, false)    \
+    GEMV(codebook4_staged_##TYPE##_2, BF16, 1, true)    \
+    GEMV(codebook4_staged_##TYPE##_4, BF16, 2, true)    \
+    GEMV(codebook4_staged_##TYPE##_8, BF16, 4, true)    \
+    GEMV(codebook4_staged_##TYPE##_16, BF16, 8, true)
+GEMVS(f16, false)
+GEMVS(bf16, true)
 
 // Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 16 inputs of a row.
 extern "C" __global__ void codebook4_rows(const u8* codes, const u16* entries, const int* ids, int count, void* out,

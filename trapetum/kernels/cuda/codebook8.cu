@@ -44,12 +44,12 @@ DEVICE void decode(u32 (&a)[4], const u8* table, u32 column, u32 low_row, u32 hi
     a[3] = high_halves(u[2], u[3]);
 }
 
-template <bool BF16, int PAIRS>  // PAIRS of tokens
+// PAIRS of tokens. STAGED: activations fit beside the table in shared memory.
+template <bool BF16, int PAIRS, bool STAGED>
 DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flag;
-    constexpr int AHEAD = 2;                      // units on their way from memory, in registers
-    constexpr int EARLY = PAIRS > 4 ? 1 : PAIRS;  // pairs whose inputs are loaded once for both halves
+    constexpr int AHEAD = 2;  // units on their way from memory, in registers
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
     const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
@@ -72,7 +72,9 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
 
     // Lane t of quad g holds tokens g / 4, g / 4 + 2 ... where g % 4 is t; elsewhere B is zero.
     const int tokens = (g & 3) == t ? work.tokens - (g >> 2) : 0;
-    const u16* mine = x + (u64)(g >> 2) * work.in_features;
+    u16* staged = (u16*)(shared + TABLE_BYTES + ROWS * 4 * 2 * PAIRS);
+    const int pitch = STAGED ? work.per_tile * UNIT_INPUTS : work.in_features;
+    const u16* mine = (STAGED ? staged : x) + (u64)(g >> 2) * pitch;
 
     const auto finish = [&](int tile, int i, float sum) {
         const int half = i / (64 * work.tokens), token = i / 64 % work.tokens;
@@ -86,7 +88,10 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
         const int to = min(last, (tile + 1) * work.per_tile);
         if (from != first) load_table((uint4*)shared, tables, tile);
         table_arrived<BF16>((uint4*)shared);
-        if (from == first) wait_for_inputs();
+        if (from == first) {
+            wait_for_inputs();
+            if (STAGED) stage_inputs(staged, pitch, x, work.tokens, work.in_features, work.aligned);
+        }
         __syncthreads();
         if (to < last) {  // the next table comes as far as L2
             const u8* next_table = (const u8*)(tables + (u64)(tile + 1) * (TABLE_BYTES / 4));
@@ -97,13 +102,13 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
         float acc[2][PAIRS][4] = {};
         int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
         const auto step = [&](uint4 (&now)[2]) {
-            u32 b[EARLY][4] = {};
+            u32 b[PAIRS][4] = {};
             const auto inputs = [&](u32 (&to)[4], int p) {
                 if (tokens > 2 * p)
-                    load_inputs<8>(to, mine + (u64)(2 * p) * work.in_features, k, work.in_features, work.aligned);
+                    load_inputs<8>(to, mine + (u64)(2 * p) * pitch, k, work.in_features, STAGED || work.aligned);
             };
 #pragma unroll
-            for (int p = 0; p < EARLY; ++p) inputs(b[p], p);
+            for (int p = 0; p < PAIRS; ++p) inputs(b[p], p);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const u32 column = lane * 4 + half * 128;
@@ -112,11 +117,8 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
                 decode(a[1], shared, column, now[half].z, now[half].w);
 #pragma unroll
                 for (int p = 0; p < PAIRS; ++p) {
-                    u32 late[4] = {};
-                    if (p >= EARLY) inputs(late, p);
-                    const u32* of = p < EARLY ? b[p] : late;
-                    multiply<BF16>(acc[half][p], a[0], of[0], of[1]);
-                    multiply<BF16>(acc[half][p], a[1], of[2], of[3]);
+                    multiply<BF16>(acc[half][p], a[0], b[p][0], b[p][1]);
+                    multiply<BF16>(acc[half][p], a[1], b[p][2], b[p][3]);
                 }
             }
             fetch(now);
@@ -170,19 +172,20 @@ DEVICE void gemv(const u8* codes, const u32* tables, const u16* x, void* y, Sums
         collect<BlockTeam>(work, sums, tail, ROWS * work.tokens, &flag, [&](int i, float sum) { finish(tail, i, sum); });
 }
 
-#define GEMV(NAME, BF16, PAIRS)                                                                                       \
+#define GEMV(NAME, BF16, PAIRS, STAGED)                                                                               \
     extern "C" __global__ void __launch_bounds__(512, PAIRS > 1 ? 1 : 2)                                              \
-    NAME(const u8* codes, const u32* tables, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {        \
-        gemv<BF16, PAIRS>(codes, tables, x, y, Sums{partial, arrived}, WORK);                                         \
+    NAME(const u8* codes, const u32* tables, const u16* x, void* y, float* partial, u32* arrived, WORK_PARAMETERS) {  \
+        gemv<BF16, PAIRS, STAGED>(codes, tables, x, y, Sums{partial, arrived}, WORK);                                 \
     }
-GEMV(codebook8_gemv_f16_2, false, 1)
-GEMV(codebook8_gemv_f16_4, false, 2)
-GEMV(codebook8_gemv_f16_8, false, 4)
-GEMV(codebook8_gemv_f16_16, false, 8)
-GEMV(codebook8_gemv_bf16_2, true, 1)
-GEMV(codebook8_gemv_bf16_4, true, 2)
-GEMV(codebook8_gemv_bf16_8, true, 4)
-GEMV(codebook8_gemv_bf16_16, true, 8)
+#define GEMVS(TYPE, BF16)                               \
+    GEMV(codebook8_gemv_##TYPE##_2, BF16, 1, false)     \
+    GEMV(codebook8_gemv_##TYPE##_4, BF16, 2, false)     \
+    GEMV(codebook8_gemv_##TYPE##_8, BF16, 4, false)     \
+    GEMV(codebook8_staged_##TYPE##_2, BF16, 1, true)    \
+    GEMV(codebook8_staged_##TYPE##_4, BF16, 2, true)    \
+    GEMV(codebook8_staged_##TYPE##_8, BF16, 4, true)
+GEMVS(f16, false)
+GEMVS(bf16, true)
 
 // Row i of the result is row ids[i] of the matrix, or row i without ids; a thread decodes 8 inputs of a row.
 extern "C" __global__ void codebook8_rows(const u8* codes, const u32* tables, const int* ids, int count, void* out,

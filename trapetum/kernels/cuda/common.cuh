@@ -154,3 +154,15 @@ DEVICE void load_inputs(u32 (&words)[COUNT / 2], const u16* token, int k, int in
         words[i] = low | high << 16;
     }
 }
+
+// Inputs of all tokens into shared memory, `pitch` halves a token (a multiple of 8), zero beyond in_features; by a block.
+DEVICE void stage_inputs(u16* staged, int pitch, const u16* x, int tokens, int in_features, bool aligned) {
+    const int chunks = pitch / 8;
+    for (int i = threadIdx.x; i < chunks * tokens; i += blockDim.x) {
+        const int token = i / chunks, k = i % chunks * 8;
+        const u16* row = x + (u64)token * in_features;
+        u32 w[4] = {};
+        if (k < in_features) load_inputs<8>(w, row, k, in_features, aligned && k + 8 <= in_features);
+        *(uint4*)(staged + (u64)token * pitch + k) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+}

@@ -70,13 +70,29 @@ class Tuning:
         A block.
     resident : int
         Most blocks on a multiprocessor.
-    coarse : int
-        Shares of blocks are multiples of a ``coarse``-th of a tile, where that divides; 0: of one unit.
     """
 
     threads: int
     resident: int
-    coarse: int = 0
+
+
+def share_out(tiles: int, per_tile: int, most_blocks: int) -> tuple[int, int]:
+    """Blocks of a launch, and units of the step that their shares are multiples of.
+
+    The fewer tiles blocks share, the less they have to add up and the fewer tables they build twice. So the step is the
+    largest of a tile, a half, a quarter ... that leaves no block more than an eighth above the mean; else one unit.
+
+    Examples
+    --------
+    >>> share_out(256, 16, 264), share_out(272, 320, 264), share_out(272, 321, 264)
+    ((256, 16), (264, 40), (264, 1))
+    """
+    for parts in (1, 2, 4, 8, 16):
+        steps = tiles * parts
+        blocks = min(most_blocks, steps)
+        if per_tile % parts == 0 and -(-steps // blocks) * most_blocks <= 1.125 * steps:
+            return blocks, per_tile // parts
+    return min(most_blocks, tiles * per_tile), 1
 
 
 class CudaLinear(ABC):
@@ -251,11 +267,9 @@ class CudaLinear(ABC):
         resident = min(kernel.resident(tuning.threads, shared), tuning.resident)
         if not resident:
             raise KernelUnavailable(f"{kernel.name} does not fit on a multiprocessor of {device.name}")
-        units = self.row_tiles * self.per_tile
-        step = self.per_tile // tuning.coarse if tuning.coarse and self.per_tile % tuning.coarse == 0 else 1
-        blocks = min(device.processors * resident, units // step)
+        blocks, step = share_out(self.row_tiles, self.per_tile, device.processors * resident)
         self.workspace.reserve_partial(blocks * 2 * self.tile[0] * bucket)
-        share, extra = divmod(units // step, blocks)
+        share, extra = divmod(self.row_tiles * self.per_tile // step, blocks)
         return Launch(kernel, (blocks,), tuning.threads, shared, share, extra, step)
 
     def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
@@ -290,7 +304,36 @@ class CudaLinear(ABC):
         return self.per_tile
 
 
-class Codebook4Linear(CudaLinear):
+class CodebookLinear(CudaLinear):
+    """What both sizes of codebooks share: activations lie beside the table where they fit."""
+
+    def _multiply_few(self, x: Any, out: Any, stream: Any) -> None:
+        tokens = x.shape[0]
+        bucket = next((b for b in self.buckets if tokens <= b), 0)
+        if not bucket:  # more than the largest kernel takes
+            half = self.buckets[-1]
+            self._multiply_few(x[:half], out[:half], stream)
+            self._multiply_few(x[half:], out[half:], stream)
+            return
+        activations = _ACTIVATIONS[x.dtype.name]
+        launch = self._launch(activations, bucket)
+        staged = launch.shared + tokens * self.per_tile * self.unit_inputs * 2
+        # A quarter of the multiprocessor's memory must not cost one of its two blocks.
+        most = card().shared // self.tuning[bucket].resident - 4096
+        if staged <= most:
+            launch = self._launch(f"staged {activations}", bucket)
+        aligned = x.data.ptr % 16 == 0 and self.in_features % self.whole_inputs == 0
+        arguments = (*self.pointers(), x, out, *self._common(launch, tokens, out, aligned))
+        shared = staged if staged <= most else launch.shared
+        launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream, early=True)
+
+    def kernel_name(self, activations: str, bucket: int) -> str:
+        """Two kernels for each number of tokens."""
+        kind, _, dtype = activations.rpartition(" ")
+        return f"{self.family}_{kind or 'gemv'}_{dtype}_{bucket}"
+
+
+class Codebook4Linear(CodebookLinear):
     """``codebook4-v1``."""
 
     layout = tiles.Codebook4Tiles.layout
@@ -315,23 +358,18 @@ class Codebook4Linear(CudaLinear):
         return self.data, self.data[at:]
 
 
-class Codebook8Linear(CudaLinear):
+class Codebook8Linear(CodebookLinear):
     """``codebook8-v1``."""
 
     layout = tiles.Codebook8Tiles.layout
     tile = (128, 8)
-    buckets = (2, 4, 8, 16)
+    buckets = (2, 4, 8)
     family = source = "codebook8"
-    tuning: Mapping[int, Tuning] = {
-        2: Tuning(512, 2),
-        4: Tuning(512, 2),
-        8: Tuning(512, 1),
-        16: Tuning(512, 1),
-    }
+    tuning: Mapping[int, Tuning] = {2: Tuning(512, 2), 4: Tuning(512, 1), 8: Tuning(512, 1)}
 
     def shared(self, tokens: int, threads: int) -> int:
-        """The table, and the sums of a tile."""
-        return max(65536, threads // 32 * tokens * 64 * 4) + 128 * tokens * 4
+        """The table, whose place sums of warps take, and the sums of a tile."""
+        return 65536 + 128 * tokens * 4
 
     def pointers(self) -> tuple[Any, ...]:
         """Codes and tables."""
@@ -389,8 +427,8 @@ class TernaryLinear(CudaLinear):
     """Most shared memory for activations that every block quantizes for itself."""
 
     def shared(self, tokens: int, threads: int) -> int:
-        """Sums of warps, and quantized activations where blocks make them."""
-        return threads // 32 * 2 * 16 * tokens * 4
+        """For each warp its sums and 5 units on their way from memory."""
+        return threads // 32 * (2 * 16 * tokens * 4 + 5 * 1280)
 
     def _activation_bytes(self, tokens: int) -> int:
         return tokens * (self.in_features + self.in_features // 128 * 8)

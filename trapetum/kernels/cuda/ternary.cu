@@ -11,6 +11,7 @@
 
 #define ROWS 16
 #define UNIT_INPUTS 256
+#define RING 5             // units on their way from memory, for each warp
 
 // `worker` of `workers` warps, four groups at a time.
 template <bool BF16>
@@ -51,6 +52,16 @@ struct Weights {
     u32 scales[2];    // two halves each
 };
 
+// A lane's place in its warp's ring of units that are on their way: 16 bytes of each row, then a pair of scales of each.
+// It reads what it copied itself, so that no barrier is needed.
+#define RING_BYTES 1280
+template <int BYTES> DEVICE void copy_ahead(u32 to, const void* from) {
+    if (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+
 // Where a warp reads next; a quad takes 64 bytes of a row at once, or (SPLIT) two times 32. ODD: rows have an odd number of
 // groups, so that the last unit is half empty and pairs of scales are not aligned.
 template <bool SPLIT, bool ODD> struct Cursor {
@@ -69,21 +80,20 @@ template <bool SPLIT, bool ODD> struct Cursor {
         }
     }
 
-    DEVICE void next(Weights& to, const u8* planes, const Work& work) {
-        const int groups = work.in_features / 128;
-        const bool second = !ODD || 2 * place + 1 < groups;
+    DEVICE void next(u8* slot, const u8* planes, const Work& work) {
+        const int lane = threadIdx.x & 31;
+        const u32 to = (u32)__cvta_generic_to_shared(slot) + lane * 16;
+        const u32 to_scales = (u32)__cvta_generic_to_shared(slot) + 1024 + lane * 4;
+        const bool second = !ODD || 2 * place + 1 < work.in_features / 128;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (SPLIT) {
-                to.row[r][0] = load_once8(codes[r]);
-                to.row[r][1] = second ? load_once8(codes[r] + 32) : make_uint2(0, 0);
-            } else {
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (second || (threadIdx.x & 3) < 2) v = load_once(codes[r]);
-                to.row[r][0] = make_uint2(v.x, v.y), to.row[r][1] = make_uint2(v.z, v.w);
+                copy_ahead<8>(to + r * 512, codes[r]);
+                if (second) copy_ahead<8>(to + r * 512 + 8, codes[r] + 32);
+            } else if (second || (lane & 3) < 2) {
+                copy_ahead<16>(to + r * 512, codes[r]);
             }
-            if (ODD) to.scales[r] = __ldg(scales[r]) | (second ? (u32)__ldg(scales[r] + 1) << 16 : 0);
-            else to.scales[r] = __ldg((const u32*)scales[r]);
+            if (!ODD) copy_ahead<4>(to_scales + r * 128, scales[r]);
             codes[r] += 64;
             scales[r] += 2;
         }
@@ -94,6 +104,25 @@ template <bool SPLIT, bool ODD> struct Cursor {
         }
     }
 };
+
+// The oldest unit of the ring; `second`: it has two groups.
+template <bool ODD> DEVICE Weights read_slot(const u8* slot, const u8* planes, const Work& work, int tile, int place, bool second) {
+    const int lane = threadIdx.x & 31, groups = work.in_features / 128;
+    Weights w;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const uint4 v = *(const uint4*)(slot + r * 512 + lane * 16);
+        w.row[r][0] = make_uint2(v.x, v.y), w.row[r][1] = make_uint2(v.z, v.w);
+        if (ODD) {
+            const u16* all = (const u16*)(planes + (u64)work.rows * (work.in_features / 4));
+            const u16* scale = all + (u64)min(tile * ROWS + (lane >> 2) + 8 * r, work.rows - 1) * groups + 2 * place;
+            w.scales[r] = __ldg(scale) | (second ? (u32)__ldg(scale + 1) << 16 : 0);
+        } else {
+            w.scales[r] = *(const u32*)(slot + 1024 + r * 128 + lane * 4);
+        }
+    }
+    return w;
+}
 
 // Field s of each code of rows g and g + 8, two words each, times the activations of these words, fields 0, 1 and 2, 3.
 DEVICE void multiply_fields(int (&d)[4][4], uint2 low, uint2 high, uint4 q0, uint4 q1) {
@@ -117,7 +146,7 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
                  Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flags[32];
-    constexpr int AHEAD = 2;
+    constexpr int AHEAD = RING;
     constexpr int OUT = SPLIT ? 2 * TILES : 1;  // tokens a lane has sums of
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
@@ -129,18 +158,20 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     float* all_left = (float*)shared;
     float* left = all_left + warp * 2 * count;
 
-    Weights coming[AHEAD];
+    u8* ring = shared + warps * 2 * count * 4 + warp * AHEAD * RING_BYTES;
     Cursor<SPLIT, ODD> cursor;
     cursor.tile = begin / work.per_tile;
     cursor.place = begin - cursor.tile * work.per_tile;
     cursor.seek(planes, work);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i)
-        if (begin + i < end) cursor.next(coming[i], planes, work);
+    for (int i = 0; i < AHEAD; ++i) {
+        if (begin + i < end) cursor.next(ring + i * RING_BYTES, planes, work);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
 
     wait_for_inputs();
     if (FUSED) {
-        u8* own = shared + warps * 2 * count * 4;
+        u8* own = shared + warps * (2 * count * 4 + AHEAD * RING_BYTES);
         Group* own_groups = (Group*)(own + work.tokens * work.in_features);
         quantize_all<BF16>(x, own, own_groups, work.tokens, work.tokens, work.in_features, work.aligned, warp, warps);
         __syncthreads();
@@ -157,17 +188,20 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     }
     const bool owner = (t >> 1) == (g & 1);  // of the column's group, when a quad has two
 
+    int slot = 0;
     for (int from = begin; from < end;) {
         const int tile = from / work.per_tile;
         const int to = min(end, (tile + 1) * work.per_tile);
         float acc[OUT][2] = {};  // rows g, g + 8
         for (int unit = from; unit < to; ++unit) {
-            const Weights now = coming[0];
-#pragma unroll
-            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
-            if (unit + AHEAD < end) cursor.next(coming[AHEAD - 1], planes, work);
             const int place = unit - tile * work.per_tile;
             const bool second = !ODD || place * 256 + 128 < work.in_features;
+            asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
+            u8* oldest = ring + slot * RING_BYTES;
+            slot = slot + 1 == AHEAD ? 0 : slot + 1;
+            const Weights now = read_slot<ODD>(oldest, planes, work, tile, place, second);
+            if (unit + AHEAD < end) cursor.next(oldest, planes, work);
+            asm volatile("cp.async.commit_group;" ::: "memory");
             const float w[2][2] = {{half_to_float((u16)now.scales[0]), half_to_float((u16)(now.scales[0] >> 16))},
                                    {half_to_float((u16)now.scales[1]), half_to_float((u16)(now.scales[1] >> 16))}};
             if (SPLIT) {

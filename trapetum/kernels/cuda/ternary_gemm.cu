@@ -99,13 +99,15 @@ DEVICE void multiply_tokens(int (&d)[32], const u32 (&a)[4], u64 b, int add) {
 // codes 8 (s / 2) + 2 b + s % 2; a code is the selector that picks its byte.
 DEVICE void take_apart(u32 (&a)[4][4], const uint2 (&rows)[2]) {
     const u32 words[4] = {rows[0].x, rows[1].x, rows[0].y, rows[1].y};
+    u32 bytes;  // a register, which the compiler would else make anew for each use
+    asm volatile("mov.b32 %0, 0x020100ff;" : "=r"(bytes));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 even = words[i] & 0x33333333, odd = words[i] >> 2 & 0x33333333;
-        a[0][i] = __byte_perm(0x020100ff, 0, even);
-        a[1][i] = __byte_perm(0x020100ff, 0, odd);
-        a[2][i] = __byte_perm(0x020100ff, 0, even >> 16);
-        a[3][i] = __byte_perm(0x020100ff, 0, odd >> 16);
+        a[0][i] = __byte_perm(bytes, 0, even);
+        a[1][i] = __byte_perm(bytes, 0, odd);
+        a[2][i] = __byte_perm(bytes, 0, even >> 16);
+        a[3][i] = __byte_perm(bytes, 0, odd >> 16);
     }
 }
 
@@ -127,7 +129,7 @@ DEVICE void add_scaled(float* acc, int (&d)[32], const float2* scales, float low
 
 struct Rows {
     uint2 codes[2];  // rows g and g + 8: words 2t and 2t + 1 of a group
-    u16 scales[2];
+    u32 scales[2];
 };
 
 // Warps 0..7 multiply, one thread of warp 8 fetches. Columns of the launch are tiles of tokens, so that blocks that run
@@ -177,7 +179,7 @@ ternary_gemm(const u8* planes, const u8* codes, const float* scales, void* y, WO
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 to.codes[r] = __ldg((const uint2*)(from[r] + (u64)i * 32));
-                to.scales[r] = __ldg(row_scales[r] + i);
+                to.scales[r] = __ldg((const u16*)row_scales[r] + i);
             }
         };
         float acc[64] = {};
@@ -189,7 +191,7 @@ ternary_gemm(const u8* planes, const u8* codes, const float* scales, void* y, WO
         for (int i = 0; i < count; ++i) {
             u32 a[4][4];
             take_apart(a, now.codes);
-            const float low = half_to_float(now.scales[0]), high = half_to_float(now.scales[1]);
+            const float low = half_to_float((u16)now.scales[0]), high = half_to_float((u16)now.scales[1]);
             now = coming;
             fetch(coming, i + 2);
             const u8* stage = shared + i % STAGES * STAGE_BYTES;
