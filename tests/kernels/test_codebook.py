@@ -83,11 +83,21 @@ def test_widening_is_exact(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(wide), np.signbit(values.astype(np.float32)))
 
 
+def test_values_in_any_order_and_read_only() -> None:
+    values = np.random.default_rng(5).standard_normal((40, 70)).astype(np.float32)
+    x = np.random.default_rng(6).standard_normal((20, 40)).astype(np.float32)
+    turned, fixed = DenseTensor(values.T), DenseTensor(np.ascontiguousarray(values.T))
+    fixed.values.setflags(write=False)
+    for tensor in (turned, fixed):
+        np.testing.assert_allclose(build_matrix(tensor, Pool(1))(x), x @ values, rtol=1e-5, atol=1e-5)
+
+
 def test_any_layout_works_through_its_exact_decode() -> None:
     from trapetum.runtime.matrix import Matrix
 
     t = random_tensor(70, 32, 16)
     matrix = Matrix(t, Pool(1))
-    x = np.random.default_rng(4).standard_normal((3, 32)).astype(np.float32)
-    np.testing.assert_allclose(matrix(x), x @ t.dequantize().T, rtol=1e-5, atol=1e-5)
+    for tokens in (3, 20):
+        x = np.random.default_rng(4).standard_normal((tokens, 32)).astype(np.float32)
+        np.testing.assert_allclose(matrix(x), x @ t.dequantize().T, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(matrix.look_up(np.array([69, 1])), t.dequantize()[[69, 1]])

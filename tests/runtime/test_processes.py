@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,20 @@ def test_nowhere_to_keep_compiled_kernels(artifact: Path, expected: list[int], t
     )
     assert found == expected
     assert sorted(package.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_kernels_of_a_model_compile_in_fifteen_seconds(artifact: Path, tmp_path: Path) -> None:
+    # CPU seconds of whole processes: on a busy machine the wall says nothing
+    seconds = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        work(artifact, "one", NUMBA_CACHE_DIR=str(tmp_path))
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    cold, warm = seconds
+    assert warm < 4  # imports, a model, and reading the cache
+    assert cold - warm < 15
 
 
 @pytest.mark.slow

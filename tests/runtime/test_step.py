@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -242,6 +243,25 @@ def test_a_step_is_not_built_where_it_would_be_wrong(memory_source: Any) -> None
     ):
         model.layers[-1] = changed
         assert build_step(model, model.new_cache(1, 4) if changed.mixer is last.mixer else Cache([])) is None
+
+
+def test_a_token_allocates_nothing_that_grows(memory_source: Any) -> None:
+    peaks = []
+    for wide in ({}, {"intermediate_size": 2048, "vocab_size": 4096}):
+        model = Model(_source(memory_source, "codebook 16", **wide), Pool(1), "fast")
+        with model.pool.session():
+            cache = model.new_cache(1, 100)
+            model.hidden(np.array([IDS]), cache)
+            step = build_step(model, cache)
+            assert isinstance(step, Step)
+            step(1)
+            tracemalloc.start()
+            for token in range(40):
+                step(token)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert max(peaks) < 16384  # a row of the embedding, tables of one position, Python's own objects
+    assert abs(peaks[1] - peaks[0]) < 2048
 
 
 def test_exponentials() -> None:

@@ -129,7 +129,7 @@ class Matrix:
             buffer = np.empty((min(step, stop - down * height), self.in_features), np.float32)
             for first in range(down * height, stop, step):
                 tile = self.tile(slice(first, min(first + step, stop)), buffer)
-                multiply_panels(tile, panels, out, first, begin, end)
+                multiply_panels(np.ascontiguousarray(tile), panels, out, first, begin, end)
 
         self.pool.run(piece, -(-self.rows // height) * across)
 
