@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -338,3 +340,32 @@ def test_the_end_of_a_job_ends_a_download(hub: Any, repo: str, tmp_path: Path) -
         thread.join(20)
         assert not thread.is_alive()
         assert type(caught[0]).__name__ == "Abandoned"
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(hub: Any, repo: str, tmp_path: Path) -> None:
+    """kill -9 while files come, are read and go: the command line ends in the bytes of the ordinary route."""
+    from huggingface_hub import constants
+
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "trapetum", "quantize", repo, "-o", str(out), "--stream-download"]
+    command += ["--effort", "fast", "--max-shard-size", "1500000B"]
+    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HUB_DISABLE_XET": "1"}
+    environment["HF_HOME"] = str(tmp_path / "hf")
+    kills = 0
+    for part in (1, 3, 5, 7):
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            seen = 0
+            for line in process.stderr:
+                seen += " bpw  " in line
+                if seen >= part:
+                    process.kill()
+                    kills += 1
+                    break
+            process.stderr.read()
+    assert kills == 4
+    assert not (out / "trapetum.json").exists()
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    trapetum.quantize_model(repo, tmp_path / "ordinary", **OPTIONS)
+    assert identity(out) == identity(tmp_path / "ordinary")
