@@ -217,3 +217,98 @@ def test_any_architecture_guesses() -> None:
     }
     assert {name: arch.role(name).kind for name in kinds} == kinds
     arch.check_tensors(None, {})  # type: ignore[arg-type]  # promises nothing
+
+
+PHI3: dict[str, Any] = {
+    "model_type": "phi3",
+    "hidden_size": 8,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 10,
+}
+MIXTRAL: dict[str, Any] = {**PHI3, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2}
+
+
+def test_parts_of_fused_tensors_are_rows() -> None:
+    config = parse_config(PHI3)
+    arch = config.architecture
+    shapes = arch.expected_shapes(config)
+    assert shapes["model.layers.1.self_attn.qkv_proj.weight"] == (8 + 4 + 4, 8)
+    assert shapes["model.layers.0.mlp.gate_up_proj.weight"] == (48, 8)
+    names = arch.index(shapes)
+    found = {part: arch.locate(config, names, part, 1) for part in ("q", "k", "v", "gate", "up", "down", "o")}
+    rows = {part: place.rows for part, place in found.items() if place is not None}
+    assert rows == {
+        "q": slice(0, 8),
+        "k": slice(8, 12),
+        "v": slice(12, 16),
+        "gate": slice(0, 24),
+        "up": slice(24, 48),
+        "down": None,
+        "o": None,
+    }
+    assert found["v"] is not None
+    assert found["v"].name == "model.layers.1.self_attn.qkv_proj.weight"
+    assert arch.locate(config, names, "q_norm", 1) is None
+    assert arch.locate(config, {}, "q", 1) is None
+
+
+def test_the_form_that_a_checkpoint_has_is_the_one_that_is_promised() -> None:
+    config = parse_config(MIXTRAL)
+    arch = config.architecture
+    single = arch.expected_shapes(config)
+    one = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    assert single[one] == (24, 8)
+    stacked = arch.expected_shapes(config, ["model.layers.0.mlp.experts.gate_proj.weight"])
+    whole = "model.layers.1.mlp.experts.up_proj.weight"
+    assert stacked[whole] == (3, 24, 8)
+    assert one not in stacked
+    assert whole not in single
+    assert arch.faults(config, single) == arch.faults(config, stacked) == []
+    for shapes, rows in ((single, None), (stacked, slice(48, 72))):
+        place = arch.locate(config, arch.index(shapes), "expert_up", 1, expert=2)
+        assert place is not None
+        assert place.rows == rows
+    del stacked[whole]
+    assert arch.faults(config, stacked) == [f"{whole} is missing"]
+
+
+def test_a_part_in_a_layer_that_has_none_is_a_fault() -> None:
+    config = parse_config(
+        {
+            **MIXTRAL,
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": 16,
+            "num_experts": 3,
+            "mlp_only_layers": [0],
+        }
+    )
+    arch = config.architecture
+    shapes = arch.expected_shapes(config)
+    assert "model.layers.0.mlp.gate_proj.weight" in shapes
+    assert "model.layers.1.mlp.gate_proj.weight" not in shapes
+    assert arch.faults(config, shapes) == []
+    shapes["model.layers.0.mlp.gate.weight"] = (3, 8)
+    assert arch.faults(config, shapes) == [
+        "model.layers.0.mlp.gate.weight is there, and that layer has no such part"
+    ]
+
+
+def test_sums_of_dimensions() -> None:
+    config = parse_config(PHI3)
+    assert config.size("query+key_value+key_value") == 16
+    assert config.size("1") == 1
+    with pytest.raises(KeyError):
+        config.size("depth")
+
+
+def test_routed_roles() -> None:
+    arch = resolve(MIXTRAL)
+    one = arch.role("model.layers.0.block_sparse_moe.experts.2.w1.weight")
+    assert one == Role("gate", 0, 2, "expert_gate")
+    assert one.routed
+    assert arch.role("model.layers.0.mlp.experts.gate_proj.weight").routed
+    assert not arch.role("model.layers.0.block_sparse_moe.gate.weight").routed
+    assert not LLAMA.role("model.layers.0.mlp.gate_proj.weight").routed
