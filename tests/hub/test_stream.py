@@ -369,3 +369,56 @@ def test_killed_again_and_again(hub: Any, repo: str, tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
     trapetum.quantize_model(repo, tmp_path / "ordinary", **OPTIONS)
     assert identity(out) == identity(tmp_path / "ordinary")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fp8-block128", {"effort": "fast"}),
+        ("bitnet-packed", {"scheme": "asis"}),
+        ("aqlm-2x8g8", {"scheme": "asis"}),
+    ],
+)
+def test_packed_models_are_streamed(
+    hub: Any, shared: Path, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    """Scales may lie in another file than their codes: they come by ranges."""
+    folder = shared / "models" / "formats" / name
+    if not folder.is_dir():
+        pytest.skip("that sample is not at hand")
+    tensors = safetensors_raw(folder / "model.safetensors")
+    halves = {"a": {n: t for i, (n, t) in enumerate(tensors.items()) if i % 2}, "b": {}}
+    halves["b"] = {n: t for n, t in tensors.items() if n not in halves["a"]}
+    files_of = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix != ".safetensors"}
+    weight_map = {}
+    for number, part in enumerate(halves.values(), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        files_of[file] = write_raw(part)
+        weight_map |= dict.fromkeys(part, file)
+    files_of["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    hub.commit(REPO, files_of)
+    trapetum.quantize_model(REPO, tmp_path / "streamed", stream_download=True, **options)
+    trapetum.quantize_model(REPO, tmp_path / "ordinary", **options)
+    assert identity(tmp_path / "streamed") == identity(tmp_path / "ordinary")
+
+
+def safetensors_raw(path: Path) -> dict[str, tuple[dict[str, Any], bytes]]:
+    """Entries and bytes of every tensor, of any dtype."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    return {
+        n: (e, data[start + e["data_offsets"][0] : start + e["data_offsets"][1]]) for n, e in header.items()
+    }
+
+
+def write_raw(tensors: dict[str, tuple[dict[str, Any], bytes]]) -> bytes:
+    """A file of such entries."""
+    header, at = {}, 0
+    for name, (entry, data) in tensors.items():
+        header[name] = {**entry, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    raw = json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + b"".join(data for _, data in tensors.values())

@@ -31,6 +31,7 @@ _PACKAGES = (
     "typer",
     "pydantic",
     "tqdm",
+    "rich",
 )
 # The vector and matrix extensions that decide which kernel is fast here, x86 first.
 _FEATURES = (
