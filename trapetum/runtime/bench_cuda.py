@@ -1,10 +1,11 @@
 """How fast the card multiplies by quantized weights, against its own memory and against cuBLAS, in one run.
 
-Every case is captured as one CUDA graph of launches that go round over copies of its weights, more than the second-level
-cache holds, so that all of them come from memory; a figure is the median over replays, divided by the launches. It counts
-everything that a product needs: for ternary weights the quantization of activations, too. ``ratio_to_cublas`` compares
-with a float16 product of the same shape (float32 sums) in the same run, ``share_of_bandwidth`` the weights' bytes a second
-with a plain read of memory. Products of many tokens are timed without a graph, with the bfloat16 product beside them.
+Every case is captured as one CUDA graph of launches that go round over copies of its weights, more than the
+second-level cache holds, so that all of them come from memory; a figure is the median over replays, divided by the
+launches. It counts everything that a product needs: for ternary weights the quantization of activations, too.
+``ratio_to_cublas`` compares with a float16 product of the same shape (float32 sums) in the same run,
+``share_of_bandwidth`` the weights' bytes a second with a plain read of memory. Products of many tokens are timed without
+a graph, with the bfloat16 product beside them.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _bandwidth(rounds: int) -> float:
     cupy = import_cupy()
     data = cupy.ones(1 << 28, cupy.float32)
     total = cupy.empty((), cupy.float32)
-    return data.nbytes / _stream([lambda: data.sum(out=total)], rounds)
+    return float(data.nbytes / _stream([lambda: data.sum(out=total)], rounds))
 
 
 def bench_cuda(
@@ -144,10 +145,10 @@ def bench_cuda(
     Returns
     -------
     dict
-        JSON: ``machine`` (device, driver, versions), ``bandwidth`` (bytes a second of a plain read), ``compiled`` (kernels
-        compiled after each source was first used: 0), and ``shapes``, each with ``cublas`` (tokens -> seconds) and a
-        list ``kernels`` of ``name``, ``tokens``, ``seconds``, ``bytes``, ``bytes_per_second``, ``share_of_bandwidth``,
-        ``ratio_to_cublas``.
+        JSON: ``machine`` (device, driver, versions), ``bandwidth`` (bytes a second of a plain read), ``compiled``
+        (kernels compiled after each source was first used: 0), and ``shapes``, each with ``cublas`` (tokens -> seconds)
+        and a list ``kernels`` of ``name``, ``tokens``, ``seconds``, ``bytes``, ``bytes_per_second``,
+        ``share_of_bandwidth``, ``ratio_to_cublas``.
 
     Raises
     ------
