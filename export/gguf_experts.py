@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trapetum.formats.gguf_config import ROPE_TRUNCATE
 from trapetum.formats.gguf_values import KeyValue, ValueType
 from trapetum.models.config import ModelConfig
 from trapetum.models.experts import SECTION, Routing
@@ -90,4 +91,7 @@ def expert_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:
         counts["expert_shared_feed_forward_length"] = routing.shared_size
     if rule.alternating:
         counts["attention.sliding_window"] = next(w for w in config.windows if w is not None)
-    return {f"{family}.{key}": KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
+    pairs = {f"{family}.{key}": KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
+    if family == "gpt-oss" and config.rope.type == "yarn":
+        pairs[ROPE_TRUNCATE] = KeyValue(config.rope.truncate, ValueType.BOOL)
+    return pairs

@@ -14,13 +14,17 @@ from trapetum.formats.gguf_delta import DELTA_FAMILIES
 from trapetum.formats.gguf_names import FAMILIES, ROPE_FACTORS, ROPE_LONG, ROPE_SHORT, Family
 from trapetum.formats.strict_json import shown
 
-__all__ = ["model_config", "model_family"]
+__all__ = ["ROPE_TRUNCATE", "model_config", "model_family"]
 
 # Families whose layers take turns between a window and full attention: every so many is full.
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo2": 4}
 # Numbers of layers for which engines scale attention scores by hidden size over heads (Gemma of 27 B).
 _BIG = {"gemma2": 46, "gemma3_text": 62}
 _NO_ROTARY_EVERY = {"smollm3": 4}
+
+
+ROPE_TRUNCATE = "trapetum.rope.truncate"
+"""Whether the ramp of YaRN ends at whole pairs."""
 
 
 def model_family(path: Path, metadata: Mapping[str, Any]) -> Family:
@@ -82,7 +86,8 @@ def model_config(
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
     rope |= _scaling(path, value, metadata.get(f"{arch}.rope.scaling.type", "none"), rope_factors)
     if family.model_type == "gpt_oss" and rope["rope_type"] == "yarn":
-        rope["truncate"] = False  # no key says so; the family's models do not
+        # No key of the format says so. The family's models do not; what we write says it in a key of our own.
+        rope["truncate"] = metadata.get(ROPE_TRUNCATE) is True
     config: dict[str, Any] = {
         "architectures": [family.hf_class],
         "model_type": family.model_type,

@@ -221,3 +221,16 @@ def test_blocks_of_a_gguf_are_taken_over(tiny_model: Any, tmp_path: Path) -> Non
         for name in one.tensors:
             assert one.tensors[name].type_name == two.tensors[name].type_name
             assert np.array_equal(one.raw(name), two.raw(name)), name
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_of_gpt_oss(truncate: bool, tiny_model: Any, llama_cpp: Any, tmp_path: Path) -> None:
+    """Engines end the ramp at whole pairs; the family's own models do not, and a file read here says which."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": truncate}
+    folder = make(tiny_model, "gpt_oss", rope_scaling=rope)
+    with plan_export(folder, "gguf", tmp_path / "y.gguf", gguf_type="F32") as plan:
+        assert any("whole pairs" in note for note in plan.notes) is not truncate
+        path = plan.write()
+    with trapetum.load(folder) as model, trapetum.load(path) as again:
+        assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
+        assert (worst(llama_cpp(path), model) <= 2e-5) is truncate
