@@ -270,7 +270,9 @@ class _Planner:
         fit = ternary_fit(self.artifact, name, job.kind)
         if fit.problem:
             self.faults.append(f"{name} as {asked}: {fit.problem}")
-        elif fit.common_scale is not None and role.kind in ("embed", "head"):
+        elif fit.common_scale is not None and (
+            role.kind in ("embed", "head") or role.part.startswith("experts_")
+        ):
             self.faults.append(
                 f"{name} as {asked}: its scale is no float16, and engines read none beside this tensor"
             )

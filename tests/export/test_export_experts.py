@@ -234,3 +234,19 @@ def test_yarn_of_gpt_oss(truncate: bool, tiny_model: Any, llama_cpp: Any, tmp_pa
     with trapetum.load(folder) as model, trapetum.load(path) as again:
         assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
         assert (worst(llama_cpp(path), model) <= 2e-5) is truncate
+
+
+def test_one_scale_beside_a_stack_is_refused(tiny_model: Any, tmp_path: Path) -> None:
+    """Engines read a scale for each expert there."""
+
+    def edit(name: str, values: np.ndarray) -> np.ndarray:
+        return np.sign(values) * np.float32(0.1) if ".experts." in name else values
+
+    quantize_model(make(tiny_model, "mixtral", edit=edit), tmp_path / "art", scheme="asis")
+    with (
+        pytest.raises(
+            UnsupportedModelError, match=r"experts\.gate_proj\.weight as Q2_0: its scale is no float16"
+        ),
+        plan_export(tmp_path / "art", "gguf", tmp_path / "x.gguf"),
+    ):
+        pass
