@@ -65,6 +65,8 @@ def resolve(config: Mapping[str, Any], *, any_architecture: bool = False) -> Arc
     """
     text = text_config(config)
     listed = text.get("architectures") or []
+    if not isinstance(listed, str | list | tuple):
+        raise CheckpointError(f"config.json: architectures is {listed!r}; a list of names is expected")
     classes = [str(c) for c in ([listed] if isinstance(listed, str) else listed)]
     model_type = text.get("model_type")
     layers = text.get("num_hidden_layers")

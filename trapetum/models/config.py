@@ -23,7 +23,8 @@ __all__ = ["ACTIVATIONS", "ModelConfig", "parse_config"]
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 """Values of ``hidden_act`` that ``runtime.layers`` computes."""
 
-# Keys of ``Architecture.options`` that are numbers.
+_LIMIT = 2**31  # sizes and lengths stay below it in every model and every format
+# Keys of ``Architecture.options`` that are numbers, which must not be 0.
 _NUMBERS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 
 
@@ -184,7 +185,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     types = arch.layer_types(given, layers)
     window = _integer(given, "sliding_window") if "sliding_window" in given and SLIDING in types else None
     rotary_dim = _rotary_dim(given, arch, head_dim)
-    heeded = {k: _number(given, k) for k in arch.options & set(given) & _NUMBERS}
+    heeded = {k: _number(given, k, zero=False) for k in arch.options & set(given) & _NUMBERS}
     dtype = stated.get("dtype", stated.get("torch_dtype"))
     return ModelConfig(
         architecture=arch,
@@ -232,6 +233,8 @@ def _rotary_dim(given: Mapping[str, Any], arch: Architecture, head_dim: int) -> 
         raise UnsupportedModelError(
             f"config.json: partial_rotary_factor is {part:g}; only 1 is supported in the family {arch.model_type}"
         )
+    if not 0 < part <= 1:
+        raise CheckpointError(f"config.json: partial_rotary_factor is {part:g}; it is between 0 and 1")
     return int((_integer(given, arch.rotary_key) if arch.rotary_key else head_dim) * part)
 
 
@@ -249,15 +252,17 @@ def _integer(given: Mapping[str, Any], key: str, *, default: int | None = None) 
     value = given.get(key, default)
     if value is None:
         raise CheckpointError(f"config.json: key {key!r} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _LIMIT:
         raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is expected")
     return value
 
 
-def _number(given: Mapping[str, Any], key: str, *, default: float = math.nan) -> float:
+def _number(given: Mapping[str, Any], key: str, *, default: float = math.nan, zero: bool = True) -> float:
     value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise CheckpointError(f"config.json: {key} is {value!r}; a number >= 0 is expected")
+    usable = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < math.inf
+    if not usable or (value == 0 and not zero):
+        expected = "a number >= 0" if zero else "a positive number"
+        raise CheckpointError(f"config.json: {key} is {value!r}; {expected} is expected")
     return float(value)
 
 

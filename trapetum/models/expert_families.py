@@ -27,7 +27,7 @@ from trapetum.models.families import (
     mlp_modules,
     outer_modules,
 )
-from trapetum.models.layer_types import FULL, SLIDING, listed_types, sliding_where_given
+from trapetum.models.layer_types import FULL, SLIDING, listed_types, sliding_where_given, window_layers
 from trapetum.models.modules import Module
 
 __all__ = ["EXPERTS"]
@@ -59,7 +59,7 @@ def _one_window(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
 
 def _below_window(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """Qwen2-MoE: where the window is switched on, every other layer below ``max_window_layers`` has it."""
-    on, below = given.get("use_sliding_window"), given.get("max_window_layers", 28)
+    on, below = given.get("use_sliding_window"), window_layers(given)
     return listed_types(given, layers) or tuple(
         SLIDING if on and i % 2 == 0 and i < below else FULL for i in range(layers)
     )

@@ -20,9 +20,18 @@ __all__ = [
     "sliding_where_given",
     "sliding_without_rotary",
     "switched",
+    "window_layers",
 ]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def _every(given: Mapping[str, Any], key: str, default: int) -> int:
+    """A key that says every how many layers something changes."""
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} is {value!r}; a positive integer is expected")
+    return value
 
 
 def listed_types(
@@ -52,18 +61,26 @@ def sliding_where_given(given: Mapping[str, Any], layers: int) -> tuple[str, ...
     return listed_types(given, layers) or (default,) * layers
 
 
+def window_layers(given: Mapping[str, Any]) -> int:
+    """``max_window_layers`` of the Qwen families, by default 28."""
+    value = given.get("max_window_layers", 28)
+    if not isinstance(value, int):
+        raise CheckpointError(f"config.json: max_window_layers is {value!r}; an integer is expected")
+    return value
+
+
 def switched(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """Qwen: no window unless ``use_sliding_window``; then by ``layer_types``, else from ``max_window_layers`` on."""
     types = listed_types(given, layers)
     if not given.get("use_sliding_window"):
         return (FULL,) * layers
-    first = given.get("max_window_layers", 28)
+    first = window_layers(given)
     return types or tuple(SLIDING if i >= first else FULL for i in range(layers))
 
 
 def alternating(given: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     """Every ``sliding_window_pattern``-th layer is full (Gemma)."""
-    pattern = given.get("sliding_window_pattern", 1)
+    pattern = _every(given, "sliding_window_pattern", 1)
     return listed_types(given, layers) or tuple(
         FULL if (i + 1) % pattern == 0 else SLIDING for i in range(layers)
     )
@@ -77,7 +94,7 @@ def rotary_layers(given: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     CheckpointError
         If it is not a list of as many numbers.
     """
-    interval = given.get("no_rope_layer_interval", 4)
+    interval = _every(given, "no_rope_layer_interval", 4)
     flags = given.get("no_rope_layers", [(i + 1) % interval != 0 for i in range(layers)])
     if not isinstance(flags, list | tuple) or len(flags) < layers:
         raise CheckpointError("config.json: no_rope_layers must hold a 0 or a 1 for each layer")

@@ -33,6 +33,7 @@ from trapetum.errors import CheckpointError, UnsupportedModelError
 __all__ = ["Rope", "parse_rope", "parse_ropes"]
 
 _DEFAULT_THETA = 10000.0  # where neither config.json nor the family's defaults say it
+_LONGEST = 2**31 - 1  # positions of any text
 _ALIASES = {"su": "longrope", "none": "default"}  # Phi-3's first spelling
 
 
@@ -312,7 +313,20 @@ def parse_rope(config: Mapping[str, Any], dim: int) -> Rope:
         values["truncate"] = bool(both["truncate"])
     if _ORIGINAL in values:
         values[_ORIGINAL] = int(values[_ORIGINAL])
-    return Rope(kind, **values)
+    return _checked(Rope(kind, **values), dim, where)
+
+
+def _checked(rope: Rope, dim: int, where: str) -> Rope:
+    """Refuse values that are allowed one by one and give no frequencies together."""
+    try:
+        with np.errstate(over="raise", divide="raise", invalid="raise"):
+            numbers = [rope.inverse_frequencies(dim, length) for length in (1, _LONGEST)]
+        usable = math.isfinite(rope.magnitude) and all(np.isfinite(n).all() for n in numbers)
+    except (ArithmeticError, ValueError):  # a logarithm of nothing, a division by nothing
+        usable = False
+    if not usable:
+        raise CheckpointError(f"config.json: the values in {where} give no rotary frequencies ({rope.type})")
+    return rope
 
 
 def _complete(both: dict[str, Any], config: Mapping[str, Any], kind: str) -> None:
