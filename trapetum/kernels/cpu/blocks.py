@@ -256,47 +256,49 @@ def _multiply(kind: int, arguments: Any) -> None:
     blocks = width // size
     each = 256 // size  # blocks that share a d where they have steps
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
-    sums = np.empty(tokens * 8, np.float32)
     scales = np.empty(_AHEAD_ROWS * blocks, np.float32)
+    sums = np.empty(tokens * 8 if tokens > 1 else 0, np.float32)
     for o in range(begin, end):
         row = (o - begin) % _AHEAD_ROWS * blocks
         if row == 0:
             for k in range(min(_AHEAD_ROWS, end - o)):
                 _row_scales(d, steps, each, o + k, blocks, scales, k * blocks)
-        one = simd.zero_floats()
-        if tokens > 1:
-            sums[:] = 0
-        for g in range(groups):
-            at = (o * groups + g) * stride
-            simd.prefetch(codes, at + simd.AHEAD)
-            if stride > 64:
-                simd.prefetch(codes, at + 64 + simd.AHEAD)
-            w = _words(kind, low, high, codes, at)
-            if tokens == 1:
-                to = g * GROUP
-                part = (
-                    _sum16(x, to, w, scales, row + g * 8)
-                    if size == 16
-                    else _sum32(x, to, w, scales, row + g * 4)
-                )
+        if tokens == 1:  # a loop of its own: see codebook16
+            one = simd.zero_floats()
+            for g in range(groups):
+                w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
+                part = _sum(size, x, g * GROUP, w, scales, row + g * GROUP // size)
                 one = simd.fma(part, simd.splat_floats(x_scales[0, g]), one)
-                continue
+            out[0, o] = simd.sum_floats(one)
+        else:
+            sums[:] = 0
+            for g in range(groups):
+                w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
+                for m in range(tokens):
+                    part = _sum(size, x, m * width + g * GROUP, w, scales, row + g * GROUP // size)
+                    total = simd.load_floats(sums, m * 8)
+                    simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
             for m in range(tokens):
-                to = m * width + g * GROUP
-                part = (
-                    _sum16(x, to, w, scales, row + g * 8)
-                    if size == 16
-                    else _sum32(x, to, w, scales, row + g * 4)
-                )
-                total = simd.load_floats(sums, m * 8)
-                simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
-        if tokens == 1:
-            simd.store_floats(sums, 0, one)
-        for m in range(tokens):
-            out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+                out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
         if dmin.shape[1]:
             for m in range(tokens):
                 out[m, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, m)
+
+
+@jit(forceinline=True)
+def _fetch(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int, stride: int) -> Any:
+    """:func:`_words`, and a request for those to come."""
+    literally(kind)
+    simd.prefetch(codes, at + simd.AHEAD)
+    if stride > 64:
+        simd.prefetch(codes, at + 64 + simd.AHEAD)
+    return _words(kind, low, high, codes, at)
+
+
+@jit(forceinline=True)
+def _sum(size: int, x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
+    """Products of 128 weights in blocks of ``size``, scaled."""
+    return _sum16(x, at, w, scales, b) if size == 16 else _sum32(x, at, w, scales, b)
 
 
 @jit()

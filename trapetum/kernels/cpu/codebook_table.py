@@ -55,35 +55,43 @@ def multiply_rows(
     sums = np.empty(tokens * 8, np.float32)
     for o in range(begin, end):
         first, row = o * entries, o * count
-        a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
-        if tokens > 1:
+        if tokens == 1:
+            a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
+            for i in range(0, whole, 32):
+                w = _look_up(table, first, codes, row + i)
+                a = simd.fma(simd.load_floats(x, i), w[0], a)
+                b = simd.fma(simd.load_floats(x, i + 8), w[1], b)
+                c = simd.fma(simd.load_floats(x, i + 16), w[2], c)
+                d = simd.fma(simd.load_floats(x, i + 24), w[3], d)
+            simd.store_floats(sums, 0, simd.add_floats(simd.add_floats(a, b), simd.add_floats(c, d)))
+        else:
             sums[:] = 0
-        for i in range(0, whole, 32):
-            simd.prefetch(codes, row + i + simd.AHEAD)
-            w0 = simd.look_up_floats(table, first, codes, row + i)
-            w1 = simd.look_up_floats(table, first, codes, row + i + 8)
-            w2 = simd.look_up_floats(table, first, codes, row + i + 16)
-            w3 = simd.look_up_floats(table, first, codes, row + i + 24)
-            if tokens == 1:
-                a = simd.fma(simd.load_floats(x, i), w0, a)
-                b = simd.fma(simd.load_floats(x, i + 8), w1, b)
-                c = simd.fma(simd.load_floats(x, i + 16), w2, c)
-                d = simd.fma(simd.load_floats(x, i + 24), w3, d)
-            else:
+            for i in range(0, whole, 32):
+                w = _look_up(table, first, codes, row + i)
                 for m in range(tokens):
                     at = m * count + i
-                    total = simd.fma(simd.load_floats(x, at), w0, simd.load_floats(sums, m * 8))
-                    part = simd.multiply_floats(simd.load_floats(x, at + 8), w1)
-                    total = simd.fma(simd.load_floats(x, at + 16), w2, total)
-                    part = simd.fma(simd.load_floats(x, at + 24), w3, part)
+                    total = simd.fma(simd.load_floats(x, at), w[0], simd.load_floats(sums, m * 8))
+                    part = simd.multiply_floats(simd.load_floats(x, at + 8), w[1])
+                    total = simd.fma(simd.load_floats(x, at + 16), w[2], total)
+                    part = simd.fma(simd.load_floats(x, at + 24), w[3], part)
                     simd.store_floats(sums, m * 8, simd.add_floats(total, part))
-        if tokens == 1:
-            simd.store_floats(sums, 0, simd.add_floats(simd.add_floats(a, b), simd.add_floats(c, d)))
         for m in range(tokens):
             total = simd.sum_floats(simd.load_floats(sums, m * 8))
             for i in range(whole, count):
                 total += x[m, i] * table[o, codes[o, i]]
             out[m, o] = total
+
+
+@jit()
+def _look_up(table: NDArray[np.float32], first: int, codes: NDArray[np.uint8], at: int) -> Any:
+    """32 weights."""
+    simd.prefetch(codes, at + simd.AHEAD)
+    return (
+        simd.look_up_floats(table, first, codes, at),
+        simd.look_up_floats(table, first, codes, at + 8),
+        simd.look_up_floats(table, first, codes, at + 16),
+        simd.look_up_floats(table, first, codes, at + 24),
+    )
 
 
 @jit()
