@@ -12,7 +12,7 @@ from trapetum.cli.options import Debug, Device, Json, Threads, option, whole
 from trapetum.cli.output import emit, table
 from trapetum.cli.progress import terminal_progress
 
-__all__ = ["bench", "text"]
+__all__ = ["bench", "card_text", "text"]
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def bench(
             "--shape",
             parse=_shape,
             metavar="ROWSxINPUTS",
-            help="A matrix; may be repeated. 4096x4096 by default.",
+            help="A matrix; may be repeated. 4096x4096 by default, on a card four.",
         ),
     ] = None,
     tokens: Annotated[
@@ -57,7 +57,19 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Time the decoders against memory, float32 BLAS and llama.cpp's kernels."""
+    """Time the decoders against memory, float32 BLAS and llama.cpp's kernels; on the card, against cuBLAS."""
+    if device == "cuda":
+        from trapetum.runtime import bench_cuda
+
+        found = bench_cuda.bench_cuda(
+            shapes or bench_cuda.SHAPES,
+            tokens=(tokens,),
+            rounds=rounds,
+            schemes=schemes or tuple(bench_cuda.SCHEMES),
+            progress=terminal_progress(),
+        )
+        emit(found, lambda: card_text(found), as_json=json)
+        return
     from trapetum.runtime.bench import bench_cpu
     from trapetum.runtime.bench_cases import SCHEMES
     from trapetum.runtime.bench_model import bench_model
@@ -95,6 +107,34 @@ def text(report: dict[str, Any]) -> str:
             f"{m['path']}: first token of a prompt of {m['prompt']} after {m['first_token_seconds']:.3f} s "
             f"({m['first_start_seconds']:.1f} s at first start), then {m['tokens_per_second']:.1f} tokens/s"
         )
+    return "\n".join(lines)
+
+
+def card_text(report: dict[str, Any]) -> str:
+    """The card's report as a table for people."""
+    machine = report["machine"]
+    lines = [
+        f"{machine['device']}, driver {machine['driver']}, CuPy {machine['cupy']}; memory reads "
+        f"{report['bandwidth'] / 1e9:.0f} GB/s; median of {report['rounds']}"
+    ]
+    for shape in report["shapes"]:
+        for tokens, seconds in shape["cublas"].items():
+            lines.append(
+                f"{shape['rows']} x {shape['in_features']}, tokens {tokens}, cuBLAS {seconds * 1e6:.1f} us"
+            )
+            rows = [
+                (
+                    k["name"],
+                    f"{k['seconds'] * 1e6:.1f}",
+                    f"{k['bytes_per_second'] / 1e9:.0f}",
+                    f"{k['share_of_bandwidth']:.2f}",
+                    f"{k['ratio_to_cublas']:.2f}",
+                )
+                for k in shape["kernels"]
+                if str(k["tokens"]) == tokens
+            ]
+            header = ("kernel", "us", "GB/s", "of bandwidth", "times cuBLAS")
+            lines.append(table(header, rows, right=range(1, 5)))
     return "\n".join(lines)
 
 

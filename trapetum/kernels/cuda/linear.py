@@ -25,8 +25,8 @@ __all__ = ["LAYOUTS", "MOST_TOKENS", "CudaLinear", "cuda_linear", "out_kind"]
 
 MOST_TOKENS = 16
 """Tokens that one launch of a matrix-vector kernel takes."""
-DENSE_BYTES = 24 << 20
-"""Decoded weights at a time: less than half of an H200's L2, so that cuBLAS reads them from there."""
+DENSE_BYTES = 64 << 20
+"""Decoded weights at a time: about an H200's L2, and so much that launches are few."""
 
 # Four stages of 128 x 128 codes and 128 scales, and their barriers.
 _GEMM_SHARED = 4 * (128 * 128 + 1024) + 64
@@ -58,6 +58,7 @@ class Launch(NamedTuple):
     share: int
     extra: int
     step_units: int
+    per_tile: int
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,8 @@ class CudaLinear(ABC):
         self._launches: dict[tuple[str, int], Launch] = {}
         workspace.reserve_tiles(self.row_tiles)
 
-    @property
-    def unit_inputs(self) -> int:
-        """Inputs of a unit."""
+    def unit_inputs(self, bucket: int) -> int:
+        """Inputs of a unit of the kernel for so many tokens."""
         return self.tile[1]
 
     @property
@@ -145,7 +145,7 @@ class CudaLinear(ABC):
     @property
     def per_tile(self) -> int:
         """Units of a tile."""
-        return -(-self.in_features // self.unit_inputs)
+        return -(-self.in_features // self.tile[1])
 
     @property
     def nbytes(self) -> int:
@@ -246,12 +246,12 @@ class CudaLinear(ABC):
 
     def _common(self, launch: Launch, tokens: int, out: Any, aligned: bool) -> tuple[Any, ...]:
         """Workspace, and the fields of ``Work``."""
-        work = self._work(tokens, out_kind(out), aligned)
+        work = self._work(tokens, out_kind(out), aligned, launch.per_tile)
         shares = launch.share, launch.extra, launch.step_units
         return (self.workspace.partial, self.workspace.arrived, *shares, *work)
 
-    def _work(self, tokens: int, kind: int, aligned: bool) -> tuple[Any, ...]:
-        return (self.per_tile, self.rows, self.in_features, tokens, kind, aligned)
+    def _work(self, tokens: int, kind: int, aligned: bool, per_tile: int = 0) -> tuple[Any, ...]:
+        return (per_tile or self.per_tile, self.rows, self.in_features, tokens, kind, aligned)
 
     def _launch(self, activations: str, bucket: int) -> Launch:
         found = self._launches.get((activations, bucket))
@@ -267,10 +267,11 @@ class CudaLinear(ABC):
         resident = min(kernel.resident(tuning.threads, shared), tuning.resident)
         if not resident:
             raise KernelUnavailable(f"{kernel.name} does not fit on a multiprocessor of {device.name}")
-        blocks, step = share_out(self.row_tiles, self.per_tile, device.processors * resident)
+        per_tile = -(-self.in_features // self.unit_inputs(bucket))
+        blocks, step = share_out(self.row_tiles, per_tile, device.processors * resident)
         self.workspace.reserve_partial(blocks * 2 * self.tile[0] * bucket)
-        share, extra = divmod(self.row_tiles * self.per_tile // step, blocks)
-        return Launch(kernel, (blocks,), tuning.threads, shared, share, extra, step)
+        share, extra = divmod(self.row_tiles * per_tile // step, blocks)
+        return Launch(kernel, (blocks,), tuning.threads, shared, share, extra, step, per_tile)
 
     def take(self, ids: Any, out: Any, stream: Any = None) -> Any:
         """Rows of the matrix, decoded: an embedding look-up.
@@ -317,7 +318,7 @@ class CodebookLinear(CudaLinear):
             return
         activations = _ACTIVATIONS[x.dtype.name]
         launch = self._launch(activations, bucket)
-        staged = launch.shared + tokens * self.per_tile * self.unit_inputs * 2
+        staged = launch.shared + tokens * self.per_tile * self.tile[1] * 2
         # A quarter of the multiprocessor's memory must not cost one of its two blocks.
         most = card().shared // self.tuning[bucket].resident - 4096
         if staged <= most:
@@ -420,18 +421,28 @@ class TernaryLinear(CudaLinear):
 
     layout = planes.LAYOUT
     tile = (16, 256)
-    buckets = (4, 8, 16)
+    buckets = (2, 4, 8, 16)
     family = source = "ternary"
-    tuning: Mapping[int, Tuning] = {4: Tuning(384, 2), 8: Tuning(384, 2), 16: Tuning(384, 1)}
+    tuning: Mapping[int, Tuning] = {
+        2: Tuning(256, 2),
+        4: Tuning(384, 2),
+        8: Tuning(384, 2),
+        16: Tuning(384, 1),
+    }
     fused_bytes: ClassVar[int] = 96 << 10
     """Most shared memory for activations that every block quantizes for itself."""
 
     def shared(self, tokens: int, threads: int) -> int:
-        """For each warp its sums and 5 units on their way from memory."""
-        return threads // 32 * (2 * 16 * tokens * 4 + 5 * 1280)
+        """Sums of warps."""
+        return threads // 32 * 2 * 16 * tokens * 4
 
-    def _activation_bytes(self, tokens: int) -> int:
-        return tokens * (self.in_features + self.in_features // 128 * 8)
+    def unit_inputs(self, bucket: int) -> int:
+        """The kernels of one and two tokens take twice as many inputs at a time."""
+        return 512 if bucket == 2 else 256
+
+    def _activation_bytes(self, tokens: int, bucket: int) -> int:
+        groups = -(-self.in_features // self.unit_inputs(bucket)) * self.unit_inputs(bucket) // 128
+        return tokens * groups * (128 + 8)
 
     def pointers(self) -> tuple[Any, ...]:
         """Both planes."""
@@ -439,7 +450,7 @@ class TernaryLinear(CudaLinear):
 
     def kernel_name(self, activations: str, bucket: int) -> str:
         """Rows of an odd number of groups have kernels of their own."""
-        odd = "_odd" if self.in_features // 128 % 2 else ""
+        odd = "_odd" if self.in_features % self.unit_inputs(bucket) else ""
         return f"ternary_gemv_{activations}_{bucket}{odd}"
 
     @property
@@ -451,9 +462,10 @@ class TernaryLinear(CudaLinear):
         tokens = x.shape[0]
         activations = _ACTIVATIONS[x.dtype.name]
         aligned = x.data.ptr % 8 == 0
-        if tokens <= 4 and self._activation_bytes(tokens) <= self.fused_bytes:
-            launch = self._launch(activations, 4)
-            shared = self.shared(tokens, launch.threads) + self._activation_bytes(tokens)
+        bucket = next(b for b in self.buckets if tokens <= b)
+        if bucket <= 4 and self._activation_bytes(tokens, bucket) <= self.fused_bytes:
+            launch = self._launch(activations, bucket)
+            shared = self.shared(tokens, launch.threads) + self._activation_bytes(tokens, bucket)
             common = self._common(launch, tokens, out, aligned)
             arguments = (self.data, x, None, None, 0, out, *common)
             launch.kernel.launch(launch.grid, launch.threads, arguments, shared, stream, early=True)
@@ -512,7 +524,7 @@ class TernaryLinear(CudaLinear):
         self, codes: Any, groups: Any, slots: int, tokens: int, out: Any, stream: Any = None
     ) -> None:
         """``multiply`` for activations that :meth:`quantize` made; ``slots`` a multiple of 8."""
-        bucket = next(b for b in self.buckets if tokens <= b)
+        bucket = next(b for b in self.buckets[1:] if tokens <= b)
         launch = self._launch("q8", bucket)
         common = self._common(launch, tokens, out, True)
         arguments = (self.data, None, codes, groups, slots, out, *common)

@@ -11,7 +11,6 @@
 
 #define ROWS 16
 #define UNIT_INPUTS 256
-#define RING 5             // units on their way from memory, for each warp
 
 // `worker` of `workers` warps, four groups at a time.
 template <bool BF16>
@@ -52,16 +51,6 @@ struct Weights {
     u32 scales[2];    // two halves each
 };
 
-// A lane's place in its warp's ring of units that are on their way: 16 bytes of each row, then a pair of scales of each.
-// It reads what it copied itself, so that no barrier is needed.
-#define RING_BYTES 1280
-template <int BYTES> DEVICE void copy_ahead(u32 to, const void* from) {
-    if (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-    else
-        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
-}
-
 // Where a warp reads next; a quad takes 64 bytes of a row at once, or (SPLIT) two times 32. ODD: rows have an odd number of
 // groups, so that the last unit is half empty and pairs of scales are not aligned.
 template <bool SPLIT, bool ODD> struct Cursor {
@@ -80,20 +69,21 @@ template <bool SPLIT, bool ODD> struct Cursor {
         }
     }
 
-    DEVICE void next(u8* slot, const u8* planes, const Work& work) {
-        const int lane = threadIdx.x & 31;
-        const u32 to = (u32)__cvta_generic_to_shared(slot) + lane * 16;
-        const u32 to_scales = (u32)__cvta_generic_to_shared(slot) + 1024 + lane * 4;
-        const bool second = !ODD || 2 * place + 1 < work.in_features / 128;
+    DEVICE void next(Weights& to, const u8* planes, const Work& work) {
+        const int groups = work.in_features / 128;
+        const bool second = !ODD || 2 * place + 1 < groups;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (SPLIT) {
-                copy_ahead<8>(to + r * 512, codes[r]);
-                if (second) copy_ahead<8>(to + r * 512 + 8, codes[r] + 32);
-            } else if (second || (lane & 3) < 2) {
-                copy_ahead<16>(to + r * 512, codes[r]);
+                to.row[r][0] = load_once8(codes[r]);
+                to.row[r][1] = second ? load_once8(codes[r] + 32) : make_uint2(0, 0);
+            } else {
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (second || (threadIdx.x & 3) < 2) v = load_once(codes[r]);
+                to.row[r][0] = make_uint2(v.x, v.y), to.row[r][1] = make_uint2(v.z, v.w);
             }
-            if (!ODD) copy_ahead<4>(to_scales + r * 128, scales[r]);
+            if (ODD) to.scales[r] = __ldg(scales[r]) | (second ? (u32)__ldg(scales[r] + 1) << 16 : 0);
+            else to.scales[r] = __ldg((const u32*)scales[r]);
             codes[r] += 64;
             scales[r] += 2;
         }
@@ -104,25 +94,6 @@ template <bool SPLIT, bool ODD> struct Cursor {
         }
     }
 };
-
-// The oldest unit of the ring; `second`: it has two groups.
-template <bool ODD> DEVICE Weights read_slot(const u8* slot, const u8* planes, const Work& work, int tile, int place, bool second) {
-    const int lane = threadIdx.x & 31, groups = work.in_features / 128;
-    Weights w;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const uint4 v = *(const uint4*)(slot + r * 512 + lane * 16);
-        w.row[r][0] = make_uint2(v.x, v.y), w.row[r][1] = make_uint2(v.z, v.w);
-        if (ODD) {
-            const u16* all = (const u16*)(planes + (u64)work.rows * (work.in_features / 4));
-            const u16* scale = all + (u64)min(tile * ROWS + (lane >> 2) + 8 * r, work.rows - 1) * groups + 2 * place;
-            w.scales[r] = __ldg(scale) | (second ? (u32)__ldg(scale + 1) << 16 : 0);
-        } else {
-            w.scales[r] = *(const u32*)(slot + 1024 + r * 128 + lane * 4);
-        }
-    }
-    return w;
-}
 
 // Field s of each code of rows g and g + 8, two words each, times the activations of these words, fields 0, 1 and 2, 3.
 DEVICE void multiply_fields(int (&d)[4][4], uint2 low, uint2 high, uint4 q0, uint4 q1) {
@@ -146,7 +117,7 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
                  Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flags[32];
-    constexpr int AHEAD = RING;
+    constexpr int AHEAD = 2;
     constexpr int OUT = SPLIT ? 2 * TILES : 1;  // tokens a lane has sums of
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
@@ -158,20 +129,18 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     float* all_left = (float*)shared;
     float* left = all_left + warp * 2 * count;
 
-    u8* ring = shared + warps * 2 * count * 4 + warp * AHEAD * RING_BYTES;
+    Weights coming[AHEAD];
     Cursor<SPLIT, ODD> cursor;
     cursor.tile = begin / work.per_tile;
     cursor.place = begin - cursor.tile * work.per_tile;
     cursor.seek(planes, work);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-        if (begin + i < end) cursor.next(ring + i * RING_BYTES, planes, work);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+    for (int i = 0; i < AHEAD; ++i)
+        if (begin + i < end) cursor.next(coming[i], planes, work);
 
     wait_for_inputs();
     if (FUSED) {
-        u8* own = shared + warps * (2 * count * 4 + AHEAD * RING_BYTES);
+        u8* own = shared + warps * 2 * count * 4;
         Group* own_groups = (Group*)(own + work.tokens * work.in_features);
         quantize_all<BF16>(x, own, own_groups, work.tokens, work.tokens, work.in_features, work.aligned, warp, warps);
         __syncthreads();
@@ -188,20 +157,17 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     }
     const bool owner = (t >> 1) == (g & 1);  // of the column's group, when a quad has two
 
-    int slot = 0;
     for (int from = begin; from < end;) {
         const int tile = from / work.per_tile;
         const int to = min(end, (tile + 1) * work.per_tile);
         float acc[OUT][2] = {};  // rows g, g + 8
         for (int unit = from; unit < to; ++unit) {
+            const Weights now = coming[0];
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
+            if (unit + AHEAD < end) cursor.next(coming[AHEAD - 1], planes, work);
             const int place = unit - tile * work.per_tile;
             const bool second = !ODD || place * 256 + 128 < work.in_features;
-            asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory");
-            u8* oldest = ring + slot * RING_BYTES;
-            slot = slot + 1 == AHEAD ? 0 : slot + 1;
-            const Weights now = read_slot<ODD>(oldest, planes, work, tile, place, second);
-            if (unit + AHEAD < end) cursor.next(oldest, planes, work);
-            asm volatile("cp.async.commit_group;" ::: "memory");
             const float w[2][2] = {{half_to_float((u16)now.scales[0]), half_to_float((u16)(now.scales[0] >> 16))},
                                    {half_to_float((u16)now.scales[1]), half_to_float((u16)(now.scales[1] >> 16))}};
             if (SPLIT) {
@@ -280,6 +246,171 @@ DEVICE void gemv(const u8* planes, const u16* x, const u8* codes, const Group* g
     GEMV(ternary_gemv_q8_16##SUFFIX, false, false, true, 2, ODD)
 GEMVS(false, )
 GEMVS(true, _odd)
+
+// One or two tokens: a quad takes 128 bytes of a row at once, which are four groups, and column 4 m + j of the products is
+// token m against group j. The sums of a row are scaled once for four groups; half as many instructions a weight.
+#define WIDE_INPUTS 512
+
+struct WideWeights {
+    uint4 row[2][2];  // [g, g + 8][first, second 64 bytes]
+    u32 scales[2];    // of groups 2 (t % 2) and the next, two halves
+};
+
+// TAIL: the groups of a row are not a multiple of four.
+template <bool TAIL> struct WideCursor {
+    const u8* codes[2];
+    const u16* scales[2];
+    int tile, place;
+
+    DEVICE void seek(const u8* planes, const Work& work) {
+        const int lane = threadIdx.x & 31, groups = work.in_features / 128;
+        const u16* all = (const u16*)(planes + (u64)work.rows * (work.in_features / 4));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = min(tile * ROWS + (lane >> 2) + 8 * r, work.rows - 1);
+            codes[r] = planes + (u64)row * (work.in_features / 4) + place * 128 + (lane & 3) * 16;
+            scales[r] = all + (u64)row * groups + 4 * place + 2 * (lane & 1);
+        }
+    }
+
+    DEVICE void next(WideWeights& to, const u8* planes, const Work& work) {
+        const int t = threadIdx.x & 3, left = work.in_features / 128 - 4 * place;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                to.row[r][j] = make_uint4(0, 0, 0, 0);
+                if (!TAIL || 2 * j + (t >> 1) < left) to.row[r][j] = load_once(codes[r] + 64 * j);
+            }
+            if (TAIL) {
+                const int of = 2 * (t & 1);
+                to.scales[r] = (of < left ? __ldg(scales[r]) : 0) | (of + 1 < left ? (u32)__ldg(scales[r] + 1) << 16 : 0);
+            } else {
+                to.scales[r] = __ldg((const u32*)scales[r]);
+            }
+            codes[r] += 128;
+            scales[r] += 4;
+        }
+        if (++place == work.per_tile) {
+            ++tile;
+            place = 0;
+            seek(planes, work);
+        }
+    }
+};
+
+template <bool BF16, bool TAIL>
+DEVICE void gemv_wide(const u8* planes, const u16* x, void* y, Sums sums, Work work) {
+    extern __shared__ __align__(1024) u8 shared[];
+    __shared__ u32 flags[32];
+    constexpr int AHEAD = 2;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+    const int g = lane >> 2, t = lane & 3;
+    const int count = ROWS * work.tokens, groups_of_row = work.in_features / 128;
+    const int first = boundary(work, blockIdx.x), last = boundary(work, blockIdx.x + 1);
+    const Shares shares(first, last, warps);
+    const int begin = shares.begin(warp), end = shares.begin(warp + 1);
+    let_next_start();
+    float* all_left = (float*)shared;
+    float* left = all_left + warp * 2 * count;
+
+    WideWeights coming[AHEAD];
+    WideCursor<TAIL> cursor;
+    cursor.tile = begin / work.per_tile;
+    cursor.place = begin - cursor.tile * work.per_tile;
+    cursor.seek(planes, work);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+        if (begin + i < end) cursor.next(coming[i], planes, work);
+
+    // Padded to whole units: codes and scales beyond a row are zero.
+    const int pitch = work.per_tile * WIDE_INPUTS;
+    u8* codes = shared + warps * 2 * count * 4;
+    Group* groups = (Group*)(codes + work.tokens * pitch);
+    wait_for_inputs();
+    for (int i = warp * 4; i < work.tokens * (pitch / 128); i += warps * 4) {
+        const int place = lane & 7, mine = min(i + (lane >> 3), work.tokens * (pitch / 128) - 1);
+        const int token = mine / (pitch / 128), group = mine % (pitch / 128);
+        u32 words[4];
+        const u16* from = x + (u64)token * work.in_features + min(group, groups_of_row - 1) * 128 + place * 16;
+        Group found = quantize_group<BF16, false>(from, work.aligned, words);
+        if (group >= groups_of_row) found = Group{0.f, 0};
+        u8* to = codes + token * pitch + group * 128 + place / 2 * 32 + place % 2 * 4;
+#pragma unroll
+        for (int s = 0; s < 4; ++s) *(u32*)(to + s * 8) = group < groups_of_row ? words[s] : 0;
+        if (place == 0) groups[token * (pitch / 128) + group] = found;
+    }
+    __syncthreads();
+
+    // Column g: token g / 4, group g % 4; lane t holds group 2 j + t / 2 of the j-th 64 bytes.
+    const uint4* of_token = (const uint4*)(codes + min(g >> 2, work.tokens - 1) * pitch) + 4 * t;
+    const bool owner = (t >> 1) == (g & 1);
+    const int owned = (g >> 1) & 1;  // the j whose groups are the column's
+    // Products: columns 2t and 2t + 1 are token t / 2 against groups 2 (t % 2) and the next.
+    const Group* of_groups = groups + min(t >> 1, work.tokens - 1) * (pitch / 128) + 2 * (t & 1);
+
+    for (int from = begin; from < end;) {
+        const int tile = from / work.per_tile;
+        const int to = min(end, (tile + 1) * work.per_tile);
+        float acc[2] = {};  // rows g, g + 8
+        for (int unit = from; unit < to; ++unit) {
+            const WideWeights now = coming[0];
+#pragma unroll
+            for (int i = 0; i + 1 < AHEAD; ++i) coming[i] = coming[i + 1];
+            if (unit + AHEAD < end) cursor.next(coming[AHEAD - 1], planes, work);
+            const int place = unit - tile * work.per_tile;
+            const uint4* q = of_token + place * 32;
+            int d[4][4] = {};
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const bool wanted = owner && owned == j;
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    uint4 q0 = make_uint4(0, 0, 0, 0), q1 = q0;
+                    if (wanted) q0 = q[16 * j + 2 * p], q1 = q[16 * j + 2 * p + 1];
+                    const uint4 low = now.row[0][j], high = now.row[1][j];
+                    multiply_fields(d, p ? make_uint2(low.z, low.w) : make_uint2(low.x, low.y),
+                                    p ? make_uint2(high.z, high.w) : make_uint2(high.x, high.y), q0, q1);
+                }
+            }
+            const int4 info = *(const int4*)(of_groups + 4 * place);  // scale and sum of two groups
+            const float even = __int_as_float(info.x), odd = __int_as_float(info.z);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                acc[r] += group_sum(d, 2 * r, info.y) * (half_to_float((u16)now.scales[r]) * even);
+                acc[r] += group_sum(d, 2 * r + 1, info.w) * (half_to_float((u16)(now.scales[r] >> 16)) * odd);
+            }
+        }
+        const bool whole = from == tile * work.per_tile && to == from + work.per_tile;
+        float* mine = left + (from == tile * work.per_tile) * count;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float sum = acc[r] + __shfl_xor_sync(~0u, acc[r], 1);
+            const int m = t >> 1, row = g + 8 * r;
+            if (t % 2 || m >= work.tokens) continue;
+            if (!whole) mine[m * ROWS + row] = sum;
+            else if (tile * ROWS + row < work.rows)
+                store(y, work.out_kind, (u64)m * work.rows + tile * ROWS + row, sum);
+        }
+        from = to;
+    }
+    __syncthreads();
+    settle_warps(work, sums, first, last, all_left, count, flags, [&](int tile, int i, float sum) {
+        const int row = tile * ROWS + i % ROWS;
+        if (row < work.rows) store(y, work.out_kind, (u64)(i / ROWS) * work.rows + row, sum);
+    });
+}
+
+#define WIDE(NAME, BF16, TAIL)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                              \
+    NAME(const u8* planes, const u16* x, const u8* codes, const Group* groups, int slots, void* y, float* partial,    \
+         u32* arrived, WORK_PARAMETERS) {                                                                             \
+        gemv_wide<BF16, TAIL>(planes, x, y, Sums{partial, arrived}, WORK);                                            \
+    }
+WIDE(ternary_gemv_f16_2, false, false)
+WIDE(ternary_gemv_bf16_2, true, false)
+WIDE(ternary_gemv_f16_2_odd, false, true)
+WIDE(ternary_gemv_bf16_2_odd, true, true)
 
 // Row i of the result is row ids[i] of the matrix, or row first + i without ids; a thread decodes 16 inputs of a row.
 extern "C" __global__ void ternary_rows(const u8* planes, const int* ids, int first, int count, void* out,
