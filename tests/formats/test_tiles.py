@@ -1,4 +1,4 @@
-"""Tiles of codebook and additive matrices: the formulas of docs/formats/planes.md spelled out in loops, files, refusals."""
+"""Tiles of codebook and additive matrices: the formulas of docs/formats/planes.md in loops, files, refusals."""
 
 from __future__ import annotations
 
