@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import resource
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import trapetum
@@ -163,6 +165,25 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def make_fp8(folder: Path) -> Path:
+    """Two matrices in 8-bit floats with a scale for each block of 128 x 128, as DeepSeek's checkpoints are."""
+    rng = np.random.default_rng(1)
+    folder.mkdir(parents=True)
+    codes = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    tensors: dict[str, np.ndarray[Any, Any]] = {"model.embed_tokens.weight": np.ones((64, 256), np.float16)}
+    for part in ("gate", "up"):
+        name = f"model.layers.0.mlp.{part}_proj.weight"
+        tensors[name] = rng.choice(codes, (256, 256)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = rng.uniform(0.1, 0.2, (2, 2)).astype(np.float32)
+    entries = [Entry(n, a.dtype, a.shape) for n, a in tensors.items()]
+    with SafetensorsWriter(folder / "model.safetensors", entries) as writer:
+        for name, array in tensors.items():
+            writer.write(name, array)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
+    return folder
+
+
 # ---------------------------------------------------------------------------- what is done with an input
 def read_source(path: Path) -> None:
     """Open whatever it is, list it, decode all of it."""
@@ -259,13 +280,17 @@ def make_base(base: Path) -> Path:
     """All valid inputs."""
     model = make_model(base / "model")
     shutil.copyfile(model / "model-00001-of-00002.safetensors", base / "x.safetensors")
-    for name, scheme in {"codebook": "kmeans", "ternary": "ternary", "blocks": "gguf:Q4_K"}.items():
+    schemes = {"codebook": "kmeans", "ternary": "ternary", "blocks": "gguf:Q4_K", "additive": "additive"}
+    for name, scheme in schemes.items():
         trapetum.quantize_model(model, base / name, scheme=scheme, effort="fast", threads=1)
     trapetum.export_artifact(base / "codebook", "cbk", base / "x.cbk")
     trapetum.export_artifact(base / "codebook", "cbk", base / "cbk")
     for name, kind in {"ternary": "x2.gguf", "blocks": "x4.gguf"}.items():
         trapetum.export_artifact(base / name, "gguf", base / kind)
-    trapetum.export_artifact(base / "ternary", "planes", base / "planes")
+    trapetum.export_artifact(base / "additive", "cbk", base / "additive.cbk")
+    for name, made in {"ternary": "planes", "codebook": "tiles", "additive": "tiles-additive"}.items():
+        trapetum.export_artifact(base / name, "planes", base / made)
+    make_fp8(base / "fp8")
     weight = "model.layers.0.self_attn.q_proj.weight"
     write_imatrix(base / "x.imatrix", {weight: (np.ones(256, np.float32), 9)}, datasets=["a"])
     with MomentsWriter(base / "x.moments", [((weight,), 256)]) as writer:
@@ -329,11 +354,16 @@ TARGETS: dict[str, Target] = {
         ),
         Target("artifact-ternary", _copy("ternary"), (read_artifact, verify), _WEIGHTS),
         Target("artifact-blocks", _copy("blocks"), (read_artifact, verify), _WEIGHTS),
+        Target("artifact-additive", _copy("additive"), (read_artifact, verify), _WEIGHTS),
+        Target("fp8", _copy("fp8"), (read_source,), _WEIGHTS),
         Target("cbk", _copy("x.cbk"), (read_source, verify)),
+        Target("cbk-additive", _copy("additive.cbk"), (read_source, verify)),
         Target("cbk-folder", _copy("cbk"), (verify, read_source), ("*.json",)),
         Target("gguf-ternary", _copy("x2.gguf"), (read_source, verify, plan)),
         Target("gguf-blocks", _copy("x4.gguf"), (read_source, verify, plan)),
         Target("planes", _copy("planes"), (read_source, verify)),
+        Target("tiles", _copy("tiles"), (read_source, verify)),
+        Target("tiles-additive", _copy("tiles-additive"), (read_source, verify)),
         Target("imatrix-gguf", _copy("x.imatrix"), (read_statistics,)),
         Target("imatrix-dat", _copy("x.dat"), (read_statistics,)),
         Target("moments", _copy("x.moments"), (read_statistics,)),
@@ -344,6 +374,26 @@ TARGETS: dict[str, Target] = {
         Target("job", _copy("job"), (read_job,), (".trapetum/*.json", ".trapetum/parts/*")),
         Target("tokenizer", _copy("model", "tokenizer.json"), (read_tokenizer,)),
     )
+}
+
+
+def _golden() -> dict[str, Path]:
+    """Files that other software wrote: one travels with the tests, others may lie beside the source tree."""
+    root = Path(__file__).resolve().parents[2]
+    shared = Path(os.environ.get("TRAPETUM_SHARED", root.parent / "shared"))
+    return {
+        p.stem: p
+        for folder in (shared / "golden" / "cbk", root / "tests" / "golden")
+        for p in folder.glob("*.cbk")
+    }
+
+
+def _from(path: Path) -> Callable[[Path, Path], Path]:
+    return lambda base, folder: Path(shutil.copyfile(path, folder / path.name))
+
+
+TARGETS |= {
+    f"golden-{n}": Target(f"golden-{n}", _from(p), (read_source, verify)) for n, p in _golden().items()
 }
 
 # ---------------------------------------------------------------------------- damage

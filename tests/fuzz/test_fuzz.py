@@ -63,7 +63,9 @@ def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) ->
     target = bench(name)
 
     @settings(
-        max_examples=int(os.environ.get("TRAPETUM_FUZZ_EXAMPLES", "25")),
+        max_examples=int(
+            os.environ.get("TRAPETUM_FUZZ_EXAMPLES", "5" if name.startswith("golden") else "20")
+        ),
         deadline=None,
         derandomize=True,
         database=None,
