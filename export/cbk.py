@@ -58,6 +58,7 @@ __all__ = ["CbkPlan", "plan_cbk"]
 # Fixed, so that no result depends on the number of threads: 2 Mi weights are 8 MiB as float32.
 _BLOCK_WEIGHTS = 2 << 20
 _FLOAT16_MAX = 65504.0
+_WHOLE = 8  # additive matrices in work at once: 60 MB of float32 each in DeepSeek R1
 _BUILDERS: dict[str, Callable[[int, int], MatrixBuilder]] = {"S16": S16Builder, "S256": S256Builder}
 
 
@@ -134,14 +135,23 @@ class CbkPlan(ExportPlan):
         """Write every record that is not there; yields after each."""
         progress.begin("export cbk", self.size)
         threads = usable_threads(self.request.threads)
-        with ThreadPoolExecutor(threads) as pool:
+        begun = len(writer.entries)
+        pool = ThreadPoolExecutor(threads)
+        try:
+            # An additive matrix is one piece of work, so several are in work at once; all others are cut into blocks.
+            whole = [job for job in self.jobs[begun:] if job.record.kind not in _PARTS]
+            additive = ordered_map(pool, self._additive, whole, min(threads, _WHOLE))
             for number, job in enumerate(self.jobs):
-                if number < len(writer.entries):
+                if number < begun:
                     progress.advance(job.record.nbytes)
                     continue
-                writer.write(job.record.name, _PARTS[job.record.kind](self, job, pool, threads))
+                make = _PARTS.get(job.record.kind)
+                parts = next(additive)[1] if make is None else make(self, job, pool, threads)
+                writer.write(job.record.name, parts)
                 progress.advance(job.record.nbytes, _line(job.row))
                 yield job
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
         progress.end()
 
     def _write_model(
@@ -216,8 +226,8 @@ class CbkPlan(ExportPlan):
             job.row.relative_error = error / norm if norm else 0.0
         return builder.parts()
 
-    def _additive(self, job: Job, pool: ThreadPoolExecutor, threads: int) -> Iterator[NDArray[Any]]:
-        """Codes, codebooks and scales; a matrix of an expert is small enough to be held."""
+    def _additive(self, job: Job) -> list[NDArray[Any]]:
+        """Codes, codebooks and scales; a matrix of an expert is small enough to be held. Runs on a worker thread."""
         piece = _piece(job)
         whole = slice(0, piece.rows)
         tensor = None if job.refit else piece.load(whole)
@@ -233,8 +243,9 @@ class CbkPlan(ExportPlan):
         if changed := int(np.count_nonzero(stored.scales != tensor.scales)):
             job.row.changed = changed
             job.row.action = "rounded" if job.row.action == "exact" else job.row.action
-        yield from record_parts(_padded(stored, job.record.shape))
+        parts = list(record_parts(_padded(stored, job.record.shape)))
         piece.release()
+        return parts
 
 
 def _second_name(path: Path, target: Path) -> None:
@@ -290,9 +301,8 @@ _PARTS: dict[str, _Parts] = {
     "f32": CbkPlan._single,
     "S16": CbkPlan._matrix,
     "S256": CbkPlan._matrix,
-    "A2": CbkPlan._additive,
-    "A3": CbkPlan._additive,
 }
+"""Kinds of records that are made in blocks; the additive ones are made whole."""
 
 
 def plan_cbk(request: ExportRequest) -> CbkPlan:

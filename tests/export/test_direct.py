@@ -225,6 +225,21 @@ def test_dry_run_says_the_exact_size(model, two_steps, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_additive_experts_go_straight_too(model, tmp_path):
+    rules = [{"glob": "*.mlp.experts.*", "scheme": "additive", "bits": 2, "effort": "fast"}]
+    recipe = {"bits": 4, "rules": rules}
+    trapetum.quantize_model(model, tmp_path / "a", recipe=recipe)
+    export_artifact(tmp_path / "a", "cbk", tmp_path / "a-cbk")
+    with pytest.raises(KeyboardInterrupt):
+        trapetum.quantize_model(
+            model, tmp_path / "b/a", recipe=recipe, route=DirectCbk(), progress=Killer(30), threads=2
+        )
+    trapetum.quantize_model(model, tmp_path / "b/a", recipe=recipe, route=DirectCbk(), threads=3)
+    assert contents(tmp_path / "b/a-cbk") == contents(tmp_path / "a-cbk")
+    assert (tmp_path / "a-cbk/model.cbk").read_bytes()[:4] == b"CBKV"
+
+
 R1 = {
     **CONFIG,
     "vocab_size": 129280,
