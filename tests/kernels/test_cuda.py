@@ -106,6 +106,7 @@ CASES: list[tuple[Callable[..., QuantizedTensor], tuple[int, ...]]] = [
     (ternary, (1, 128)),
     (ternary, (130, 384)),
     (ternary, (1000, 2048)),
+    (ternary, (40, 8960)),  # too many inputs for blocks to quantize them themselves
 ]
 NAMES = [f"{make.__name__}-{'x'.join(map(str, sizes))}" for make, sizes in CASES]
 
@@ -238,7 +239,7 @@ def test_no_compilation_for_new_numbers_of_tokens(rng: Rng) -> None:
 
     linear = upload(ternary(rng, 64, 256)), upload(codebook(rng, 64, 256, 16))
     for one in linear:
-        for tokens in (1, 17):
+        for tokens in (1, 64):
             one.multiply(cupy.zeros((tokens, 256), cupy.float16))
     before = dict(counters)
     for one in linear:
