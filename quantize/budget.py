@@ -9,7 +9,7 @@ artifact as ``recipe.toml``: it leaves nothing open, so a run with it measures n
 candidates         stands for
 =================  =============================================================================================
 ``kmeans``         codebooks of 2, 3, 4, 5, 6 and 8 bits. Sizes between the powers of two cost as many bits a code and
-                   save a few bytes of codebook: none was ever chosen on rows of 512
+                   save a few bytes of codebook: none was worth it on rows of 512
 ``additive``       two and three additive codebooks; by default only below :data:`ADDITIVE_BELOW` bits, for they
                    take 20 times as long
 ``gguf:TYPE``      that type; never by default
