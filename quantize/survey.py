@@ -16,6 +16,7 @@ from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.packed_aqlm import AqlmCheckpoint
 from trapetum.formats.packed_fp8 import Fp8Checkpoint
+from trapetum.formats.packed_mxfp4 import Mxfp4Checkpoint
 from trapetum.progress import Progress
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
@@ -28,6 +29,8 @@ from trapetum.tensors import DenseTensor, matrix_shape
 
 __all__ = ["Finding", "not_taken", "survey"]
 
+# Their packed tensors are taken over in a form of their own.
+_NEVER_TERNARY = (AqlmCheckpoint, Fp8Checkpoint, Mxfp4Checkpoint)
 # Masks and tables outside the model proper may hold infinities on purpose.
 _LENIENT = ("buffer", "other")
 
@@ -126,7 +129,8 @@ def _look(plan: Plan, row: PlanRow, rows: slice) -> Finding:
         if found.first >= 0:
             return found
     if isinstance(row.scheme, AsIs):
-        found.ternary = recognise(floats)
+        if not (isinstance(plan.source, _NEVER_TERNARY) and plan.source.is_packed(row.name)):
+            found.ternary = recognise(floats)
     else:
         found.wide = row.scheme.wide(floats)
         if row.scheme.limit < np.inf:
