@@ -125,7 +125,9 @@ def quantize_tensors(
         require_one_cpu(parts.parent.parent, made.values(), cpu)
     items = ((row, cut) for _, row in todo for cut in cuts(plan, row, budget.block_weights))
     fits = Fits(plan)
-    blas = one_blas_thread() if plan.statistics is not None else None
+    # Fits and moments multiply matrices: one thread a worker, and sums that no number of threads changes.
+    multiplies = plan.statistics is not None or not all(row.scheme.row_independent for _, row in todo)
+    blas = one_blas_thread() if multiplies else None
     pool = ThreadPoolExecutor(budget.threads, "trapetum-quantize")
     try:
         # Twice the threads: workers go on while the main thread syncs a part to the disk.
