@@ -12,7 +12,8 @@ import pytest
 from trapetum.errors import KernelUnavailable
 from trapetum.formats import planes, tiles
 from trapetum.kernels.cuda import module
-from trapetum.kernels.cuda.linear import LAYOUTS, share_out
+from trapetum.kernels.cuda.base import share_out
+from trapetum.kernels.cuda.linear import LAYOUTS
 
 
 def test_every_source_is_listed() -> None:

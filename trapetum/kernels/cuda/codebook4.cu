@@ -7,7 +7,7 @@
 //
 // Tensor cores want four lanes to hold one row; here each lane holds two rows of its own. So B is block diagonal: the
 // inputs of lane t of a quad meet activations only in columns t and t + 4, which are two tokens. One instruction
-// multiplies 64 rows by 4 inputs for 2 tokens; 16 tokens take eight of them on the same decoded weights.
+// multiplies 64 rows by 4 inputs for 2 tokens; 8 tokens take four of them on the same decoded weights.
 #include "partition.cuh"
 
 #define ROWS 64            // of a tile
@@ -50,8 +50,7 @@ template <bool BF16, int PAIRS, bool STAGED>
 DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sums sums, Work work) {
     extern __shared__ __align__(1024) u8 shared[];
     __shared__ u32 flag;
-    constexpr int AHEAD = PAIRS > 1 ? 2 : 3;      // units on their way from memory, in registers
-    constexpr int EARLY = PAIRS > 4 ? 4 : PAIRS;  // pairs whose inputs are loaded before they are needed
+    constexpr int AHEAD = PAIRS > 1 ? 2 : 3;  // units on their way from memory, in registers
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     const int g = lane >> 2, t = lane & 3;
     const u32 column = lane * 4;
@@ -100,13 +99,11 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
         float acc[PAIRS][4] = {};
         int k = (unit - tile * work.per_tile) * UNIT_INPUTS;
         const auto step = [&](uint4& codes_of_unit) {
-            u32 b[EARLY][8] = {}, a[4][4];
-            const auto inputs = [&](u32 (&to)[8], int p) {
-                if (tokens > 2 * p)
-                    load_inputs<16>(to, mine + (u64)(2 * p) * pitch, k, work.in_features, STAGED || work.aligned);
-            };
+            u32 b[PAIRS][8] = {}, a[4][4];
 #pragma unroll
-            for (int p = 0; p < EARLY; ++p) inputs(b[p], p);
+            for (int p = 0; p < PAIRS; ++p)
+                if (tokens > 2 * p)
+                    load_inputs<16>(b[p], mine + (u64)(2 * p) * pitch, k, work.in_features, STAGED || work.aligned);
             const u32 word[4] = {codes_of_unit.x, codes_of_unit.y, codes_of_unit.z, codes_of_unit.w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -117,15 +114,9 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
             }
             fetch(codes_of_unit);
 #pragma unroll
-            for (int p = 0; p < PAIRS; ++p) {
+            for (int p = 0; p < PAIRS; ++p)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) multiply<BF16>(acc[p], a[i], b[p % EARLY][2 * i], b[p % EARLY][2 * i + 1]);
-                if (p + EARLY < PAIRS) {
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) b[p % EARLY][i] = 0;
-                    inputs(b[p % EARLY], p + EARLY);
-                }
-            }
+                for (int i = 0; i < 4; ++i) multiply<BF16>(acc[p], a[i], b[p][2 * i], b[p][2 * i + 1]);
             unit += warps;
             k += warps * UNIT_INPUTS;
         };
@@ -178,11 +169,9 @@ DEVICE void gemv(const u8* codes, const u16* entries, const u16* x, void* y, Sum
     GEMV(codebook4_gemv_##TYPE##_2, BF16, 1, false)     \
     GEMV(codebook4_gemv_##TYPE##_4, BF16, 2, false)     \
     GEMV(codebook4_gemv_##TYPE##_8, BF16, 4, false)     \
-    GEMV(codebook4_gemv_##TYPE##_16, BF16, 8, false)    \
     GEMV(codebook4_staged_##TYPE##_2, BF16, 1, true)    \
     GEMV(codebook4_staged_##TYPE##_4, BF16, 2, true)    \
-    GEMV(codebook4_staged_##TYPE##_8, BF16, 4, true)    \
-    GEMV(codebook4_staged_##TYPE##_16, BF16, 8, true)
+    GEMV(codebook4_staged_##TYPE##_8, BF16, 4, true)
 GEMVS(f16, false)
 GEMVS(bf16, true)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trapetum.kernels.cuda.linear import out_kind
+from trapetum.kernels.cuda.base import out_kind
 from trapetum.kernels.cuda.module import kernels
 
 __all__ = ["rotate"]
