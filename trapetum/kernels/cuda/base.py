@@ -1,7 +1,7 @@
 """A matrix on the card: what all layouts share of ``y = x W^T``, of decoding rows, and of sharing out a launch.
 
 Up to 16 tokens go to the matrix-vector kernels; each launch writes every element of the result, the same bits every
-time. Float16 and bfloat16 are said by the dtype of ``x`` and ``out``: NumPy has no bfloat16, so ``uint16`` means its bits.
+time. Float16 and bfloat16 are said by the dtype of ``x`` and ``out``: NumPy has no bfloat16, ``uint16`` means its bits.
 """
 
 from __future__ import annotations
