@@ -56,3 +56,41 @@ def test_errors(arguments: list[str], code: int, words: str) -> None:
     result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == code
     assert words in result.stderr.replace("\n", " ")
+
+
+def test_a_card_that_is_not_there() -> None:
+    from trapetum.errors import KernelUnavailable
+    from trapetum.kernels.cuda.module import card
+
+    missing = ""
+    try:
+        card()
+    except KernelUnavailable as reason:
+        missing = reason.message
+    if not missing:
+        pytest.skip("there is a card")
+    result = CliRunner().invoke(app, ["bench", "--device", "cuda", "--shape", "128x256"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert missing in result.stderr
+
+
+def test_the_card_s_table() -> None:
+    from trapetum.cli.bench import card_text
+
+    kernel = {
+        "name": "ternary", "tokens": 1, "seconds": 5.6e-6, "bytes": 4_456_448, "bytes_per_second": 796e9,
+        "share_of_bandwidth": 0.18, "ratio_to_cublas": 2.41,
+    }  # fmt: skip
+    report = {
+        "machine": {"device": "A card", "driver": 13000, "cupy": "14"},
+        "bandwidth": 4.4e12,
+        "rounds": 20,
+        "shapes": [{"rows": 4096, "in_features": 4096, "cublas": {"1": 13.5e-6}, "kernels": [kernel]}],
+    }
+    lines = card_text(report).splitlines()
+    assert lines[:2] == [
+        "A card, driver 13000, CuPy 14; memory reads 4400 GB/s; median of 20",
+        "4096 x 4096, tokens 1, cuBLAS 13.5 us",
+    ]
+    assert lines[-1].split() == ["ternary", "5.6", "796", "0.18", "2.41"]
