@@ -86,54 +86,76 @@ def allocate(plan: Plan, threads: int, progress: Progress) -> Plan:
     RecipeError
         If the budget is smaller than the smallest choice.
     """
-    recipe = plan.recipe
-    if recipe.target_bpw is None:
+    recipe, found = plan.recipe, _open(plan)
+    if recipe.target_bpw is None or found is None:
         return plan
-    groups: dict[tuple[object, ...], list[PlanRow]] = {}
-    for row in _open_rows(plan):
-        groups.setdefault(_tie(row, recipe.tie), []).append(row)
-    if not groups:
-        return plan
-    candidates = _candidates(recipe)
-    counted = [r for r in plan.rows if r.quantized]
-    opened = {r.name for rows in groups.values() for r in rows}
-    budget = int(recipe.target_bpw * sum(r.parameters for r in counted) / 8)
-    fixed = sum(r.nbytes for r in counted if r.name not in opened)
-    fitting = [
-        [c for c in candidates if all(_fits(recipe, c, row) for row in rows)] for rows in groups.values()
-    ]
-    schemes = {c: recipe.scheme_of(c.rule(["*"])) for c in candidates}
-    sizes = [
-        [sum(_nbytes(schemes[c], row) for row in rows) for c in found]
-        for rows, found in zip(groups.values(), fitting, strict=True)
-    ]
-    if (least := fixed + sum(min(group) for group in sizes)) > budget:
-        raise RecipeError(
-            f"target_bpw is {recipe.target_bpw:g}, but the smallest candidates take "
-            f"{8 * least / sum(r.parameters for r in counted):.3f} bits a weight",
-            hint="Ask for more bits, or name smaller candidates.",
-        )
-    losses = _losses(plan, list(groups.values()), fitting, schemes, threads, progress)
+    groups, fitting, schemes = found.groups, found.fitting, found.schemes
+    losses = _losses(plan, groups, fitting, schemes, threads, progress)
     options = [
         [(Option(nbytes, loss), c) for nbytes, loss, c in zip(*triple, strict=True)]
-        for triple in zip(sizes, losses, fitting, strict=True)
+        for triple in zip(found.sizes, losses, fitting, strict=True)
     ]
-    chosen = choose([[o for o, _ in group] for group in options], budget - fixed) or []
+    chosen = choose([[o for o, _ in group] for group in options], found.spare) or []
     taken = {
-        row.name: group[i][1]
-        for rows, group, i in zip(groups.values(), options, chosen, strict=True)
-        for row in rows
+        row.name: group[i][1] for rows, group, i in zip(groups, options, chosen, strict=True) for row in rows
     }
     spelled = _spelled(plan, groups, taken)
     rows = tuple(_given(spelled, r) if r.name in taken else r for r in plan.rows)
     loss = sum(group[i][0].loss for group, i in zip(options, chosen, strict=True))
-    note = _note(replace(plan, rows=rows), recipe.target_bpw, loss, options, candidates, budget - fixed)
+    note = _note(replace(plan, rows=rows), recipe.target_bpw, loss, options, list(schemes), found.spare)
     return replace(plan, rows=rows, recipe=spelled, notes=(*plan.notes, note))
 
 
 def budgeted(plan: Plan) -> bool:
-    """Whether :func:`allocate` has anything to choose."""
-    return plan.recipe.target_bpw is not None and bool(_open_rows(plan))
+    """Whether :func:`allocate` has anything to choose; reads no weight.
+
+    Raises
+    ------
+    RecipeError
+        If the budget is smaller than the smallest choice.
+    """
+    return _open(plan) is not None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What is to be chosen: groups of tied tensors, the candidates that fit each, their bytes, the bytes to spend."""
+
+    groups: list[list[PlanRow]]
+    schemes: dict[_Candidate, Scheme]
+    fitting: list[list[_Candidate]]
+    sizes: list[list[int]]
+    spare: int
+
+
+def _open(plan: Plan) -> _Open | None:
+    recipe = plan.recipe
+    if recipe.target_bpw is None:
+        return None
+    tied: dict[tuple[object, ...], list[PlanRow]] = {}
+    for row in _open_rows(plan):
+        tied.setdefault(_tie(row, recipe.tie), []).append(row)
+    if not tied:
+        return None
+    groups = list(tied.values())
+    schemes = {c: recipe.scheme_of(c.rule(["*"])) for c in _candidates(recipe)}
+    fitting = [[c for c in schemes if all(_fits(recipe, c, row) for row in rows)] for rows in groups]
+    sizes = [
+        [sum(_nbytes(schemes[c], row) for row in rows) for c in found]
+        for rows, found in zip(groups, fitting, strict=True)
+    ]
+    opened = {row.name for rows in groups for row in rows}
+    counted = [r for r in plan.rows if r.quantized]
+    parameters = sum(r.parameters for r in counted)
+    fixed = sum(r.nbytes for r in counted if r.name not in opened)
+    budget = int(recipe.target_bpw * parameters / 8)
+    if (least := fixed + sum(min(group) for group in sizes)) > budget:
+        raise RecipeError(
+            f"target_bpw is {recipe.target_bpw:g}, but the smallest candidates take {8 * least / parameters:.3f} bits "
+            "a weight",
+            hint="Ask for more bits, or name smaller candidates.",
+        )
+    return _Open(groups, schemes, fitting, sizes, budget - fixed)
 
 
 def _tie(row: PlanRow, tie: Sequence[str]) -> tuple[object, ...]:
@@ -243,13 +265,13 @@ def _sampled(rows: Sequence[PlanRow]) -> list[tuple[PlanRow, float]]:
 
 def _spelled(
     plan: Plan,
-    groups: dict[tuple[object, ...], list[PlanRow]],
+    groups: Sequence[Sequence[PlanRow]],
     taken: dict[str, _Candidate],
 ) -> Recipe:
     """The recipe with a rule for every choice, in front of the rules that left it open."""
     recipe = plan.recipe
     names: dict[tuple[_Candidate, Effort | None], list[str]] = {}
-    for rows in groups.values():
+    for rows in groups:
         index = _rule(recipe, rows[0])
         effort = recipe.rules[index].effort if index is not None else None
         names.setdefault((taken[rows[0].name], effort), []).extend(_patterns(plan, rows))

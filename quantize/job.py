@@ -219,7 +219,7 @@ def quantize_model(
         if state.artifact and not state.job and not (overwrite or dry_run):
             raise _finished(folder)
         plan = make_plan(source, resolved, any_architecture=any_architecture)
-        if stream is not None and budgeted(plan):
+        if budgeted(plan) and stream is not None:
             raise RecipeError(
                 "a bit budget looks at every tensor before the first is made, a streamed download has them one by one",
                 hint="Leave one of them out, or give a recipe that a run with the budget has left behind.",
