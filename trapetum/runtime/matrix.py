@@ -37,7 +37,8 @@ Floats = NDArray[np.float32]
 PRECISIONS = ("exact", "precise", "fast")
 
 FUSED_TOKENS = 16  # beyond them, decoding a tile costs less than float32 products gain
-_FUSED_PIECE_WEIGHTS = 1 << 20  # 40 us or more, of which a call from Python is 4; worth waking a thread
+# Products of a weight and an activation: 60 us or more, of which the call from Python is 4.
+_FUSED_PIECE = 1 << 21
 
 # Up to here a product is bound by reading weights: taken from the second-level cache it is twice as fast
 # (4096 x 4096, 4 tokens: 8 ms in tiles against 16 ms in one product).
@@ -201,7 +202,7 @@ class PreparedMatrix(Matrix):
             return super().__call__(x)
         out = np.empty((tokens, self.rows), np.float32)
         form, multiply = self.prepared.activations(x), self.prepared.multiply
-        height = max(self.prepared.piece_rows, _FUSED_PIECE_WEIGHTS // self.in_features)
+        height = max(self.prepared.piece_rows, _FUSED_PIECE // (self.in_features * tokens))
         self.pool.blocks(lambda rows: multiply(form, out, rows.start, rows.stop), self.rows, height)
         return out
 

@@ -25,6 +25,7 @@ __all__ = [
     "arrange_step",
     "block_sums",
     "block_sums_step",
+    "byte_form",
     "padded",
     "quad_sums",
     "quad_sums_step",
@@ -32,7 +33,9 @@ __all__ = [
     "quantize_bytes_step",
     "quantize_words_step",
     "split",
+    "split_form",
     "split_step",
+    "word_form",
 ]
 
 SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
@@ -183,6 +186,51 @@ def split(q: NDArray[np.int16], high: NDArray[np.int8], low: NDArray[np.int8]) -
             h = (np.int32(q[m, i]) + 64) >> 7
             high[m, i] = h
             low[m, i] = np.int32(q[m, i]) - (h << 7)
+
+
+# ---------------------------------------------------------------------------- whole forms
+# One call from Python each: between products that stream memory, its interpreter is cold, and six calls took 70 us.
+@jit()
+def word_form(x: NDArray[np.float32]) -> Any:
+    """(q int16 [tokens, padded], scales float32 [tokens, groups]) with WORD_LIMIT."""
+    groups = (x.shape[1] + GROUP - 1) // GROUP
+    q, scales = np.empty((x.shape[0], groups * GROUP), np.int16), np.empty((x.shape[0], groups), np.float32)
+    quantize(x, WORD_LIMIT, q, scales)
+    return q, scales
+
+
+@jit()
+def _byte_form(q: NDArray[np.int8], scales: NDArray[np.float32], size: int) -> Any:
+    if size < GROUP:
+        arranged = np.empty_like(q)
+        arrange(q, size, arranged)
+        q = arranged
+    quads = np.empty((q.shape[0], q.shape[1] // GROUP * 8), np.int32)
+    quad_sums(q, quads)
+    return q, scales, quads
+
+
+@jit()
+def byte_form(x: NDArray[np.float32], size: int) -> Any:
+    """(q int8, scales, quads) for ``kernels.cpu.ternary``: arranged for blocks of ``size``."""
+    groups = (x.shape[1] + GROUP - 1) // GROUP
+    q, scales = np.empty((x.shape[0], groups * GROUP), np.int8), np.empty((x.shape[0], groups), np.float32)
+    quantize(x, BYTE_LIMIT, q, scales)
+    return _byte_form(q, scales, size)
+
+
+@jit()
+def split_form(x: NDArray[np.float32], size: int) -> Any:
+    """The same with two tokens for each: its high and its low plane (:func:`split`)."""
+    tokens, groups = x.shape[0], (x.shape[1] + GROUP - 1) // GROUP
+    words, q = np.empty((tokens, groups * GROUP), np.int16), np.empty((2 * tokens, groups * GROUP), np.int8)
+    scales = np.empty((2 * tokens, groups), np.float32)
+    quantize(x, SPLIT_LIMIT, words, scales[tokens:])
+    split(words, q[:tokens], q[tokens:])
+    for m in range(tokens):
+        for g in range(groups):
+            scales[m, g] = np.float32(128) * scales[tokens + m, g]
+    return _byte_form(q, scales, size)
 
 
 # ---------------------------------------------------------------------------- for kernels.cpu.program, one token

@@ -15,18 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, dense, gemm, ternary
-from trapetum.kernels.cpu.activations import (
-    BYTE_LIMIT,
-    GROUP,
-    SPLIT_LIMIT,
-    WORD_LIMIT,
-    arrange,
-    block_sums,
-    padded,
-    quad_sums,
-    quantize,
-    split,
-)
+from trapetum.kernels.cpu.activations import GROUP, block_sums, byte_form, padded, split_form, word_form
 from trapetum.kernels.cpu.pool import Pool
 
 __all__ = [
@@ -62,26 +51,14 @@ class Activations:
     @cached_property
     def words(self) -> Form:
         """(q int16 [tokens, padded], scales float32 [tokens, groups])."""
-        return self._quantized(WORD_LIMIT, np.int16)
+        made: Form = word_form(self.x)
+        return made
 
     def bytes(self, size: int, *, precise: bool) -> Form:
         """(q int8, scales, quads) for :func:`ternary.multiply_rows`; ``precise``: two tokens for each."""
         key = (min(size, GROUP), precise)
         if key not in self._made:
-            if precise:
-                words, scales = self._quantized(SPLIT_LIMIT, np.int16)
-                tokens, width = words.shape
-                q = np.empty((2 * tokens, width), np.int8)
-                split(words, q[:tokens], q[tokens:])
-                scales = np.concatenate([scales * np.float32(128), scales])
-            else:
-                q, scales = self._quantized(BYTE_LIMIT, np.int8)
-            if size < GROUP:
-                natural, q = q, np.empty_like(q)
-                arrange(natural, size, q)
-            quads = np.empty((q.shape[0], q.shape[1] // GROUP * 8), np.int32)
-            quad_sums(q, quads)
-            self._made[key] = (q, scales, quads)
+            self._made[key] = (split_form if precise else byte_form)(self.x, key[0])
         return self._made[key]
 
     def sums(self, size: int) -> Floats:
@@ -103,13 +80,6 @@ class Activations:
             self._made["panels"] = (out,)
         made: Floats = self._made["panels"][0]
         return made
-
-    def _quantized(self, limit: int, dtype: Any) -> Form:
-        tokens, count = self.x.shape
-        q = np.empty((tokens, padded(count)), dtype)
-        scales = np.empty((tokens, padded(count) // GROUP), np.float32)
-        quantize(self.x, limit, q, scales)
-        return q, scales
 
 
 class Prepared(ABC):
