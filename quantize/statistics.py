@@ -38,6 +38,11 @@ __all__ = [
     "read_text",
 ]
 
+_LEVEL = 0.1
+"""Of their mean that mean squares are raised by: what an input is worth to the model varies less than its square.
+
+KL of a Llama of 18 M parameters, 25,000 tokens, codebooks of 4 (3) bits: 0.0335 (0.1565) with 0, 0.0328 (0.1534) with
+0.1, 0.0330 with 0.25, 0.0333 with 0.5."""
 _KEPT = 2  # moments in memory beside the one in work; one of 11,008 inputs takes 1.5 GB with its factor
 
 
@@ -64,14 +69,17 @@ class Statistics:
         Returns
         -------
         Hessian, ndarray of float32 [in_features], or None
-            The moment where the file has one of enough tokens, else the mean squares.
+            The moment where the file has one of enough tokens, else the mean squares and a tenth of their mean.
         """
         width = matrix_shape(row.shape)[1]
         turn = self.rotation if row.rotated else None
         shared = self.file.shared(row.name)
         if shared is None or shared[1] < MIN_TOKENS * width:
             diagonal = self.file.diagonal(row.name, width)
-            return diagonal if turn is None or diagonal is None else _flattened(diagonal, turn)
+            if diagonal is None:
+                return None
+            levelled = (diagonal + _LEVEL * diagonal.mean(dtype=np.float64)).astype(np.float32)
+            return levelled if turn is None else _flattened(levelled, turn)
         with self._lock:
             known = (shared[0], turn is not None)
             hessian = self._moments.pop(known, None)
@@ -218,7 +226,13 @@ class Calibration:
 
 
 def collect_moments(
-    model: Path | TensorSource, text: Path, out: Path, *, tokens: int, threads: int | None = None, progress: Progress
+    model: Path | TensorSource,
+    text: Path,
+    out: Path,
+    *,
+    tokens: int,
+    threads: int | None = None,
+    progress: Progress,
 ) -> None:
     """Run a model over a text and write the second moments of all its linear inputs.
 

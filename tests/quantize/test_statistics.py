@@ -171,3 +171,14 @@ def test_an_unfinished_job_does_not_go_on_with_another_importance(
     quantize_model(model, tmp_path / "whole", imatrix=first)
     sums = [(tmp_path / n / "SHA256SUMS").read_bytes() for n in ("out", "whole")]
     assert sums[0] == sums[1]
+
+
+def test_single_inputs_are_raised_by_a_tenth_of_their_mean(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    squares = np.arange(64, dtype=np.float64) * 10
+    write_imatrix(tmp_path / "i", {Q: (squares, 10)})
+    plan = make_plan(open_checkpoint(make_model()), resolve_recipe(None, bits=4))
+    row = next(r for r in plan.rows if r.name == Q)
+    with open_statistics(tmp_path / "i") as file:
+        assert np.allclose(Statistics(file).importance(row), np.arange(64) + 3.15)
