@@ -189,12 +189,17 @@ def compile_source(name: str, architecture: str) -> bytes:
     """
     try:
         from cupy_backends.cuda.libs import nvrtc
-    except ImportError as problem:
-        raise KernelUnavailable(f"CuPy's NVRTC cannot be loaded: {problem}") from None
+
+        version = nvrtc.getVersion()
+    except (ImportError, RuntimeError) as problem:  # CuPy looks for the library at the first call
+        raise KernelUnavailable(
+            f"CuPy cannot load NVRTC, which compiles the kernels: {str(problem).splitlines()[0]}",
+            hint="Install trapetum[cuda13] or trapetum[cuda12], which bring it.",
+        ) from None
     file, *definitions = SOURCES[name]
     text = source_text(file)
     options = (f"-arch={architecture}", "-std=c++17", "-default-device", *definitions)
-    identity = "\0".join([LAYOUT_VERSION, *options, str(nvrtc.getVersion()), text])
+    identity = "\0".join([LAYOUT_VERSION, *options, str(version), text])
     path = (
         cache_folder() / f"{name}-{architecture}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.cubin"
     )
@@ -207,8 +212,11 @@ def compile_source(name: str, architecture: str) -> bytes:
         nvrtc.compileProgram(program, options)
         code: bytes = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as problem:
-        log = nvrtc.getProgramLog(program).strip()
-        raise KernelUnavailable(f"NVRTC cannot compile {name} for {architecture}: {problem}; {log}") from None
+        log = nvrtc.getProgramLog(program).splitlines()
+        first = next((line for line in log if "error" in line), "no message")
+        raise KernelUnavailable(
+            f"NVRTC cannot compile {name} for {architecture}: {problem}; {first}"
+        ) from None
     finally:
         nvrtc.destroyProgram(program)
     counters["compiled"] += 1
