@@ -39,6 +39,7 @@ class Piece:
 
     @property
     def count(self) -> int:
+        """Number of rows."""
         return int(self.rows.stop - self.rows.start)
 
 
