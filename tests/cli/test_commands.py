@@ -132,11 +132,22 @@ def test_dropping_needs_an_export(demo_model: Path) -> None:
     assert "--export" in result.stderr
 
 
-def test_bits_without_a_scheme_are_explained(demo_model: Path, tmp_path: Path) -> None:
-    result = _run("quantize", demo_model, "-o", tmp_path / "a", "--bits", "3.5")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-    assert "3.5" in result.stderr
+def test_a_fraction_of_bits_is_a_budget(demo_model: Path, tmp_path: Path) -> None:
+    by_bits, by_budget = (
+        _json("quantize", demo_model, "-o", tmp_path / "a", "--dry-run", option, "3.5", "--seed", "0")
+        for option in ("--bits", "--target-bpw")
+    )
+    assert by_bits["recipe"] == by_budget["recipe"]
+    assert by_bits["tensors"] == by_budget["tensors"]
+    assert 3.4 < by_bits["quantized_bpw"] <= 3.5
+
+
+@pytest.mark.parametrize("bits", ["7", "1.5", "8.5", "nan", "four"])
+def test_other_bits_are_a_usage_error(bits: str, demo_model: Path, tmp_path: Path) -> None:
+    result = _run("quantize", demo_model, "-o", tmp_path / "a", "--bits", bits)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"'{bits}'" in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["out.cbk", "out"])
