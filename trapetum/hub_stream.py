@@ -97,8 +97,8 @@ class HubStream:
     commit: str
     sizes: dict[str, int]
     hashes: dict[str, str]
-    token: str | None
-    progress: Progress
+    token: str | None = field(repr=False)  # a representation may end in a log
+    progress: Progress = field(repr=False)
     source: AnyCheckpoint = field(init=False, repr=False)
     _ended: threading.Event = field(default_factory=threading.Event)
 

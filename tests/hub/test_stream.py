@@ -325,7 +325,8 @@ def test_what_cannot_be_streamed(hub: Any, demo_model: Path, tmp_path: Path) -> 
 
 def test_the_end_of_a_job_ends_a_download(hub: Any, repo: str, tmp_path: Path) -> None:
     """An interrupt must not wait for a file of hours."""
-    with open_stream(repo) as stream:
+    with open_stream(repo, token=TOKEN) as stream:
+        assert TOKEN not in repr(stream)
         stream.end()
         caught: list[BaseException] = []
 
