@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +30,8 @@ def command(*arguments: str | Path) -> list[str]:
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     """A small file system of its own, where this user may mount one."""
     made: list[Path] = []
+    if shutil.which("mount") is None:
+        pytest.skip("no file system can be mounted here")
 
     def mount(options: str) -> Path:
         folder = tmp_path / f"disk{len(made)}"
@@ -100,7 +103,7 @@ def test_a_folder_of_another_user(small_model: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(small_model), str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        env={**os.environ, "NUMBA_CACHE_DIR": "/tmp/trapetum-nobody"},
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
     )
     if "PermissionError" in done.stderr or "ModuleNotFoundError" in done.stderr:
         pytest.skip("another user cannot read this Python")
@@ -137,8 +140,6 @@ def test_two_processes_on_one_output(
 def test_times_of_files_mean_nothing(
     stamp: int, small_model: Path, tmp_path: Path, identity: Callable[[Path], dict[str, bytes]]
 ) -> None:
-    import shutil
-
     model = Path(shutil.copytree(small_model, tmp_path / "model"))
     trapetum.quantize_model(model, tmp_path / "before", **OPTIONS)
     for path in model.iterdir():
