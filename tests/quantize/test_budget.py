@@ -19,7 +19,7 @@ from trapetum.quantize.additive import Additive
 from trapetum.quantize.budget import allocate, budgeted
 from trapetum.quantize.job import quantize_model
 from trapetum.quantize.plan import Plan, make_plan
-from trapetum.quantize.recipe import Recipe, load_recipe, resolve_recipe
+from trapetum.quantize.recipe import Recipe, Rule, load_recipe, resolve_recipe
 from trapetum.quantize.schemes import KMeans
 from trapetum.quantize.sensitivity import FIRST, PLAIN, measure, prior
 from trapetum.quantize.shared_job import merge_parts
@@ -194,6 +194,24 @@ def test_low_budgets_consider_additive_codebooks(make_model: Make) -> None:
             source, recipe={"target_bpw": 3.4, "rules": [{"role": ["attention", "head"], "keep": True}]}
         )
     assert any(isinstance(s, Additive) for s in schemes(plan).values())
+
+
+def test_the_mix_of_gguf_types_is_open_for_rows_of_any_block(make_model: Make) -> None:
+    """Rows of 384 are no whole blocks of 256: types of 32 weights are among the candidates."""
+    with Checkpoint.open(make_model(**WIDE)) as source:
+        recipe = resolve_recipe("gguf-mix")
+        assert recipe.target_bpw == 4.5
+        assert all(c.startswith("gguf:") for c in recipe.candidates or ())
+        plan = make_plan(source, recipe)
+        assert budgeted(plan)
+        assert all(
+            any(
+                recipe.scheme_of(Rule(glob=["*"], scheme=c)).misfit(r.shape) is None
+                for c in recipe.candidates or ()
+            )
+            for r in plan.rows
+            if r.quantized
+        )
 
 
 def test_ties(make_model: Make) -> None:
