@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = ["ResumableCbkWriter"]
 
 _CHUNK = 16 << 20
 _SYNC_BYTES = 64 << 20  # records of less together share one fsync: a norm is a few kilobytes
+_SYNC_SECONDS = 5.0  # most work that a kill may cost, where records take long
 
 
 class ResumableCbkWriter:
@@ -56,7 +58,7 @@ class ResumableCbkWriter:
         self.header_sha256 = hashlib.sha256(header.to_bytes()).hexdigest()
         self._digest = hashlib.sha256()
         self._records = list(header.records())
-        self._unsynced = 0
+        self._unsynced, self._synced = 0, time.monotonic()
         self._waiting: list[str] = []
         self._file: BinaryIO | None = None
 
@@ -122,7 +124,7 @@ class ResumableCbkWriter:
         """Remember the record that was written last, and ``content`` with it."""
         entry = self.entries[-1]
         self._waiting.append(json.dumps({"name": entry["name"], "sha256": entry["sha256"], "note": content}))
-        if self._unsynced >= _SYNC_BYTES:
+        if self._unsynced >= _SYNC_BYTES or time.monotonic() - self._synced >= _SYNC_SECONDS:
             self._sync()
 
     def _sync(self) -> None:
@@ -136,7 +138,7 @@ class ResumableCbkWriter:
                 journal.write("".join(line + "\n" for line in self._waiting))
                 journal.flush()
                 os.fsync(journal.fileno())
-        self._waiting, self._unsynced = [], 0
+        self._waiting, self._unsynced, self._synced = [], 0, time.monotonic()
 
     def _lines(self) -> list[dict[str, Any]]:
         """Lines of the journal, up to the first that is damaged."""
