@@ -20,6 +20,7 @@ __all__ = ["ROPE_TRUNCATE", "model_config", "model_family"]
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "olmo2": 4}
 # Numbers of layers for which engines scale attention scores by hidden size over heads (Gemma of 27 B).
 _BIG = {"gemma2": 46, "gemma3_text": 62}
+_MOST_LAYERS = 10_000
 _NO_ROTARY_EVERY = {"smollm3": 4}
 
 
@@ -81,6 +82,10 @@ def model_config(
         return found
 
     heads, hidden = value("attention.head_count", int), value("embedding_length", int)
+    if not 0 < (layers := value("block_count", int)) <= _MOST_LAYERS:
+        raise FormatError(
+            f"{path}: {arch}.block_count is {layers}; at most {_MOST_LAYERS} layers are expected"
+        )
     head_dim = value("attention.key_length", int, hidden // max(heads, 1))
     embed = shapes.get("model.embed_tokens.weight", (0, 0))
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("rope.freq_base", float, 10000.0)}
@@ -93,7 +98,7 @@ def model_config(
         "model_type": family.model_type,
         "hidden_size": hidden,
         "intermediate_size": value("feed_forward_length", int),
-        "num_hidden_layers": value("block_count", int),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", int, heads),
         "head_dim": head_dim,
@@ -118,7 +123,7 @@ def model_config(
     if ROPE_FACTORS in rope_factors:
         original = metadata.get(f"{arch}.rope.scaling.original_context_length")
         _apply_factors(config, rope, rope_factors[ROPE_FACTORS], original)
-    config |= _layer_config(family, value, metadata, config)
+    config |= _layer_config(path, family, value, metadata, config)
     if arch in DELTA_FAMILIES:
         config |= _delta_config(path, value, metadata, config["num_hidden_layers"])
     for ours, theirs in (
@@ -159,7 +164,11 @@ def _scaling(
 
 
 def _layer_config(
-    family: Family, value: Callable[..., Any], metadata: Mapping[str, Any], config: Mapping[str, Any]
+    path: Path,
+    family: Family,
+    value: Callable[..., Any],
+    metadata: Mapping[str, Any],
+    config: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What layers differ in, and the options of the families that have them."""
     layers: int = config["num_hidden_layers"]
@@ -178,7 +187,7 @@ def _layer_config(
         return found
     arch = metadata["general.architecture"]
     stated = metadata.get(f"{arch}.attention.sliding_window_pattern", _FULL_EVERY[family.model_type])
-    has = [(i + 1) % stated != 0 for i in range(layers)] if isinstance(stated, int) else list(stated)
+    has = _pattern(path, stated, layers)
     types = ["sliding_attention" if h else "full_attention" for h in has]
     found |= {"sliding_window": window, "layer_types": types}
     full = config["rope_parameters"]
@@ -191,6 +200,19 @@ def _layer_config(
         by_type = {"full_attention": full, "sliding_attention": local}
         found["rope_parameters"] = {kind: by_type[kind] for kind in dict.fromkeys(types)}
     return found
+
+
+def _pattern(path: Path, stated: Any, layers: int) -> list[bool]:
+    """Which layers have the window: every ``stated``-th one has not, or a list says so."""
+    if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+        return [(i + 1) % stated != 0 for i in range(layers)]
+    listed = list(stated) if isinstance(stated, list | tuple | np.ndarray) else []
+    if len(listed) != layers:
+        raise FormatError(
+            f"{path}: attention.sliding_window_pattern is {shown(stated)}; a positive number or a flag for each of "
+            f"{layers} layers is needed"
+        )
+    return [bool(flag) for flag in listed]
 
 
 def _gemma_config(family: Family, value: Callable[..., Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 6,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
     "q_lora_rank": 10,
     "kv_lora_rank": 14,
     "qk_nope_head_dim": 8,
@@ -70,6 +72,7 @@ VALUES: list[Any] = [
     -1,
     3,
     0.5,
+    10**9,
     10**30,
     float("nan"),
     float("inf"),
@@ -101,7 +104,7 @@ def check(config: dict[str, Any]) -> None:
             assert cap is None or 0 < cap < np.inf
         for layer in range(parsed.num_hidden_layers):
             parsed.architecture.blocks(parsed, layer)
-        parsed.architecture.expected_shapes(parsed)
+        assert parsed.architecture.faults(parsed, {})  # nothing is there, however much is promised
     except TrapetumError as error:
         refusal = error.message
     assert "\n" not in refusal
@@ -109,15 +112,9 @@ def check(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_any_value_of_any_key(family: str) -> None:
-    check({"model_type": family, **SIZES})
+    parse_config({"model_type": family, **SIZES})  # what is varied is a good config
     for key, value in itertools.product(KEYS, VALUES):
-        if (
-            key in ("num_hidden_layers", "num_experts", "n_routed_experts", "num_local_experts")
-            and value == 10**30
-        ):
-            continue  # as many objects as that
-        for switch in (False, True):
-            check({"model_type": family, **SIZES, "use_sliding_window": switch, key: value})
+        check({"model_type": family, **SIZES, "use_sliding_window": True, key: value})
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -23,6 +23,7 @@ LayerTypes = Callable[[Mapping[str, Any], int], tuple[str, ...]]
 
 # Tensors that code recomputes and that some exporters store anyway; skipped and listed.
 _BUFFER = re.compile(r"(?:rotary_emb\.\w+|inv_freq|masked_bias|position_ids|num_batches_tracked|attn\.bias)$")
+_MANY = 1_000_000  # tensors that are not even listed where a checkpoint has few
 _UNUSED = ("buffer", "other", "linear")
 # Roles of names outside the table, first match wins; only for --any-architecture.
 _GUESSES = (
@@ -287,6 +288,12 @@ class Architecture:
                 for expert in experts:
                     yield module, layer, expert
 
+    def _count(self, config: ModelConfig) -> int:
+        """Tensors that the config promises, about."""
+        experts = max((config.size("experts") for m in self.modules if m.per_expert), default=1)
+        layers = config.num_hidden_layers
+        return sum((layers if m.per_layer else 1) * (experts if m.per_expert else 1) for m in self.modules)
+
     def expected_shapes(self, config: ModelConfig, names: Iterable[str] = ()) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config promises, under its canonical name.
 
@@ -339,6 +346,9 @@ class Architecture:
         if self.any_architecture:
             return []
         names = self.index(shapes)
+        promised_count = self.settled(shapes)._count(config)
+        if promised_count > _MANY + 2 * len(shapes):
+            return [f"config.json promises {promised_count:,} tensors, and there are {len(shapes):,}"]
         promised_names = [*self.expected_shapes(config, shapes), *self.expected_biases(config, shapes)]
         found = [f"{n} is missing" for n in promised_names if self.role(n) not in names]
         for role, name in names.items():

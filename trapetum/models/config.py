@@ -24,6 +24,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 """Values of ``hidden_act`` that ``runtime.layers`` computes."""
 
 _LIMIT = 2**31  # sizes and lengths stay below it in every model and every format
+_MOST_LAYERS = 10_000  # a list has an entry for each
 # Keys of ``Architecture.options`` that are numbers, which must not be 0.
 _NUMBERS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 
@@ -172,6 +173,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         )
     hidden, heads = _integer(given, "hidden_size"), _integer(given, "num_attention_heads")
     layers = _integer(given, "num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {layers}; at most {_MOST_LAYERS} are expected"
+        )
     kv_heads = _integer(given, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise CheckpointError(

@@ -33,6 +33,7 @@ from trapetum.errors import CheckpointError, UnsupportedModelError
 __all__ = ["Rope", "parse_rope", "parse_ropes"]
 
 _DEFAULT_THETA = 10000.0  # where neither config.json nor the family's defaults say it
+_WIDEST = 1 << 16  # far beyond any head, and no burden to compute
 _LONGEST = 2**31 - 1  # positions of any text
 _ALIASES = {"su": "longrope", "none": "default"}  # Phi-3's first spelling
 
@@ -279,9 +280,9 @@ def parse_rope(config: Mapping[str, Any], dim: int) -> Rope:
     CheckpointError
         If a key that the type needs is missing or not a positive number.
     """
-    if dim % 2:
+    if dim % 2 or not 0 < dim <= _WIDEST:
         raise CheckpointError(
-            f"config.json: {dim} values of each head are rotated (head_dim); an even number is needed"
+            f"config.json: {dim} values of each head are rotated (head_dim); an even number up to {_WIDEST} is needed"
         )
     if (listed := config.get("trapetum_inv_freq")) is not None:
         return Rope("explicit", explicit=_list(listed, "trapetum_inv_freq", dim))
@@ -293,7 +294,7 @@ def parse_rope(config: Mapping[str, Any], dim: int) -> Rope:
     kind = _ALIASES.get(said, said) if isinstance(said, str) else said
     if kind == "yarn" and stated.get("long_factor") is not None:
         kind = "longrope"  # Phi-3's second spelling
-    if kind not in _TYPES or kind == "explicit":
+    if not isinstance(kind, str) or kind not in _TYPES or kind == "explicit":
         known = ", ".join(t for t in _TYPES if t != "explicit")
         raise UnsupportedModelError(
             f"config.json: rope type {said!r} in {where} is not supported; known are {known}",
