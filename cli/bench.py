@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trapetum.cli.options import Debug, Device, Json, Threads, option, whole
+from trapetum.cli.options import Debug, Device, Json, Threads, only_with, option, whole
 from trapetum.cli.output import emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -23,6 +23,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def bench(
+    context: typer.Context,
     shapes: Annotated[
         list[Any] | None,
         option(
@@ -58,6 +59,7 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Time the decoders against memory, float32 BLAS and llama.cpp's kernels; on the card, against cuBLAS."""
+    only_with(context, device == "cpu", "--device cpu", "model", "pool", "cpu_time", "threads")
     if device == "cuda":
         from trapetum.runtime import bench_cuda
 

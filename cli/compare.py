@@ -7,7 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Experts, Json, TextFile, Threads, read_text
+from trapetum.cli.options import (
+    Context,
+    Debug,
+    Device,
+    Experts,
+    Json,
+    TextFile,
+    Threads,
+    only_with,
+    read_text,
+)
 from trapetum.cli.output import emit, fields
 from trapetum.cli.progress import terminal_progress
 
@@ -15,6 +25,7 @@ __all__ = ["compare"]
 
 
 def compare(
+    context: typer.Context,
     a: Annotated[
         str, typer.Argument(metavar="A", help="The reference: a model folder, artifact, .cbk or Hub id.")
     ],
@@ -28,6 +39,7 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Compare the predictions of two models."""
+    only_with(context, device == "cuda", "--device cuda", "experts")
     from trapetum.hub import resolve_model
     from trapetum.runtime.evaluate import compare as measure
     from trapetum.runtime.model import load

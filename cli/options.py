@@ -29,6 +29,7 @@ __all__ = [
     "TextFile",
     "Threads",
     "choice",
+    "only_with",
     "option",
     "parse_bits",
     "parse_size",
@@ -212,6 +213,32 @@ def option(*names: str, help: str, parse: Callable[[str], Any] | None = None, **
             raise typer.BadParameter(str(error)) from None
 
     return typer.Option(*names, help=help, parser=convert, **settings)
+
+
+def only_with(context: typer.Context, holds: bool, what: str, *names: str) -> None:
+    """Refuse options that were given and would change nothing.
+
+    Parameters
+    ----------
+    context : typer.Context
+        Of the running command.
+    holds : bool
+        Whether the options have an effect in this call.
+    what : str
+        When they have one: completes "goes with ...".
+    *names : str
+        Parameter names of the command.
+
+    Raises
+    ------
+    typer.BadParameter
+        A usage error that names the first idle option.
+    """
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if not holds and given and parameter.name in names:
+            raise typer.BadParameter(f"{parameter.opts[0]} goes with {what}; here it would change nothing")
 
 
 def utf8_argument(text: str) -> str:

@@ -16,6 +16,7 @@ from trapetum.cli.options import (
     TextFile,
     Threads,
     choice,
+    only_with,
     option,
     read_text,
 )
@@ -26,6 +27,7 @@ __all__ = ["perplexity"]
 
 
 def perplexity(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A model folder, an artifact folder or a .cbk file.")],
     text: TextFile,
     ctx: Context = 512,
@@ -45,6 +47,7 @@ def perplexity(
     debug: Debug = False,
 ) -> None:
     """Measure the perplexity of a text."""
+    only_with(context, device == "cuda", "--device cuda", "experts")
     from trapetum.runtime.evaluate import perplexity as measure
     from trapetum.runtime.model import load
 

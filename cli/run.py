@@ -8,13 +8,25 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Device, Experts, Threads, choice, option, real, utf8_argument, whole
+from trapetum.cli.options import (
+    Debug,
+    Device,
+    Experts,
+    Threads,
+    choice,
+    only_with,
+    option,
+    real,
+    utf8_argument,
+    whole,
+)
 from trapetum.cli.output import note, stream
 
 __all__ = ["run"]
 
 
 def run(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A model folder, an artifact folder or a .cbk file.")],
     prompt: Annotated[
         str, option("--prompt", parse=utf8_argument, metavar="TEXT", help="What the model continues.")
@@ -64,6 +76,9 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Generate text: text to stdout as it comes, speed to stderr."""
+    only_with(context, temperature > 0, "--temperature above 0", "top_p", "top_k", "seed")
+    only_with(context, device == "cuda", "--device cuda", "experts")
+    only_with(context, device == "cpu", "--device cpu", "precision", "cache_type")
     from trapetum.runtime.model import load
 
     with load(

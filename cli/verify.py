@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Json, Threads, read_text
+from trapetum.cli.options import Context, Debug, Device, Json, Threads, only_with, read_text
 from trapetum.cli.output import VERIFY_FAILED, emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -17,6 +17,7 @@ _WORDS = {True: "ok", False: "FAILED", None: "skipped"}
 
 
 def verify(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="An artifact folder, a .cbk file or a model folder.")],
     source: Annotated[
         str | None,
@@ -39,13 +40,16 @@ def verify(
     Integrity (checksums, headers, values), the compiled decoders, the reconstruction error against the source, then
     the logits.
     """
+    only_with(context, source is not None and text is not None, "--source and --text", "ctx", "device")
     from trapetum.hub import resolve_model
     from trapetum.runtime.verify import verify_path
 
     words = None if text is None else read_text(text)
     progress = terminal_progress()
     origin = None if source is None else resolve_model(source, progress=progress)
-    report = verify_path(path, source=origin, text=words, threads=threads, ctx=ctx, progress=progress)
+    report = verify_path(
+        path, source=origin, text=words, threads=threads, ctx=ctx, device=device, progress=progress
+    )
     rows = [[check.name, _WORDS[check.ok], check.detail] for check in report.checks]
     emit(report.to_dict(), lambda: table(["check", "result", "detail"], rows), as_json=json)
     if not report.ok:

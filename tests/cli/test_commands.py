@@ -315,3 +315,47 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
     resumed = _json("quantize", demo_model, "-o", out)
     assert resumed["resumed"] == 2
     assert (out / "SHA256SUMS").read_bytes() == (artifact / "SHA256SUMS").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "idle"),
+    [
+        ("run MODEL --prompt Hi", "--top-k 3"),
+        ("run MODEL --prompt Hi --temperature 0", "--seed 1"),
+        ("run MODEL --prompt Hi", "--experts cpu"),
+        ("run MODEL --prompt Hi --device cuda", "--precision exact"),
+        ("run MODEL --prompt Hi --device cuda", "--cache-type f32"),
+        ("perplexity MODEL --text TEXT", "--experts card"),
+        ("compare MODEL MODEL --text TEXT", "--experts cpu"),
+        ("verify MODEL", "--device cuda"),
+        ("verify MODEL --source MODEL", "--ctx 64"),
+        ("bench --device cuda", "--model MODEL"),
+        ("bench --device cuda", "--cpu-time"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    command: str, idle: str, demo_model: Path, text: Path
+) -> None:
+    line = f"{command} {idle}".replace("MODEL", str(demo_model)).replace("TEXT", str(text))
+    result = _run(*line.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"{idle.split()[0]} goes with " in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run MODEL --prompt Hi",
+        "perplexity MODEL --text TEXT",
+        "compare MODEL MODEL --text TEXT",
+        "verify MODEL --source MODEL --text TEXT",
+    ],
+)
+def test_without_a_card_nothing_runs_on_the_cpu_instead(
+    command: str, demo_model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
+    line = f"{command} --device cuda".replace("MODEL", str(demo_model)).replace("TEXT", str(text))
+    result = _run(*line.split())
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "error: CUDA kernels need CuPy" in result.stderr

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
     from trapetum.runtime.tokenizer import Tokenizer
 
-__all__ = ["DEVICES", "Model", "load"]
+__all__ = ["DEVICES", "Model", "check_device", "load", "model_of"]
 
 Floats = NDArray[np.float32]
 
@@ -77,27 +77,49 @@ def load(
     CheckpointError, FormatError, UnsupportedModelError
         If the model cannot be read or run.
     """
-    if device not in DEVICES:
-        raise KernelUnavailable(f"device is {device!r}; {', '.join(DEVICES)} are known")
+    check_device(device)
     if experts not in ("card", "cpu"):
         raise RecipeError(f"experts is {experts!r}; card and cpu are allowed")
     pool = Pool(threads)
     from trapetum.formats.source import open_source
 
-    if device == "cuda":
-        from trapetum.kernels.cuda.module import import_cupy
-
-        import_cupy()  # before anything is read
     source = open_source(path)
     try:
-        if device == "cuda":
-            from trapetum.runtime.cuda.model import CardModel
-
-            return CardModel(source, pool, experts)
-        return Model(source, pool, precision, cache_type)
+        return model_of(source, pool, device, precision, cache_type, experts)
     except BaseException:
         source.close()
         raise
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is unknown or not there, before anything is read.
+
+    Raises
+    ------
+    KernelUnavailable
+    """
+    if device not in DEVICES:
+        raise KernelUnavailable(f"device is {device!r}; {', '.join(DEVICES)} are known")
+    if device == "cuda":
+        from trapetum.kernels.cuda.module import import_cupy
+
+        import_cupy()
+
+
+def model_of(
+    source: TensorSource,
+    pool: Pool,
+    device: str = "cpu",
+    precision: str = "exact",
+    cache_type: str = "f32",
+    experts: str = "card",
+) -> Model:
+    """As :func:`load`, of an open source, which stays the caller's when this raises."""
+    if device == "cuda":
+        from trapetum.runtime.cuda.model import CardModel
+
+        return CardModel(source, pool, experts)
+    return Model(source, pool, precision, cache_type)
 
 
 class Model:

@@ -22,11 +22,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trapetum.errors import FormatError, RecipeError, TrapetumError, UnsupportedModelError, listed
+from trapetum.errors import (
+    FormatError,
+    KernelUnavailable,
+    RecipeError,
+    TrapetumError,
+    UnsupportedModelError,
+    listed,
+)
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
 from trapetum.formats.checkpoint import Checkpoint
@@ -40,11 +46,9 @@ from trapetum.models.residual import RotatedCheckpoint
 from trapetum.progress import Progress
 from trapetum.runtime.agreement import deviations
 from trapetum.runtime.checks import Check, VerifyReport, blocks
+from trapetum.runtime.model import Model, check_device, model_of
 from trapetum.runtime.reconstruction import reconstruction
 from trapetum.tensors import DenseTensor
-
-if TYPE_CHECKING:
-    from trapetum.runtime.model import Model
 
 __all__ = ["Check", "VerifyReport", "verify_path"]
 
@@ -56,6 +60,7 @@ def verify_path(
     text: str | None = None,
     threads: int | None = None,
     ctx: int = 512,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check an artifact, a ``.cbk`` or a model folder.
@@ -70,6 +75,8 @@ def verify_path(
     threads : int, optional
     ctx : int
         Window of the text, in tokens; cut to what the model allows.
+    device : str
+        Where the artifact's logits are computed, ``cpu`` or ``cuda``; the source's always on the CPU, as a reference.
     progress : Progress, optional
 
     Returns
@@ -84,10 +91,13 @@ def verify_path(
         If ``source`` cannot be read.
     RecipeError
         If the text is too short to score.
+    KernelUnavailable
+        If there is no such device, or it cannot run this model.
     """
     path, progress = Path(path), progress or Progress()
     if not path.exists():
         raise FormatError(f"{path}: there is no such file or folder")
+    check_device(device)
     reference = None if source is None else open_source(source)
     try:
         packed = getattr(reference, "packed_format", lambda: None)()
@@ -95,14 +105,20 @@ def verify_path(
             raise UnsupportedModelError(
                 f"{source}: is packed as {packed}, so its tensors cannot be compared with decoded ones"
             )
-        return _verify(path, reference, text, Pool(threads), ctx, progress)
+        return _verify(path, reference, text, Pool(threads), ctx, device, progress)
     finally:
         if reference is not None:
             reference.close()
 
 
 def _verify(
-    path: Path, source: TensorSource | None, text: str | None, pool: Pool, ctx: int, progress: Progress
+    path: Path,
+    source: TensorSource | None,
+    text: str | None,
+    pool: Pool,
+    ctx: int,
+    device: str,
+    progress: Progress,
 ) -> VerifyReport:
     try:
         opened = _open(path, source)
@@ -115,12 +131,12 @@ def _verify(
             ("integrity", lambda: _integrity(opened, progress)),
             ("decoder", lambda: _decoder(opened, pool, progress)),
             ("reconstruction", lambda: reconstruction(opened, source, progress)),
-            ("logits", lambda: _logits(opened, source, text, pool, ctx, progress)),
+            ("logits", lambda: _logits(opened, source, text, pool, ctx, device, progress)),
         )
         for name, stage in stages:
             try:
                 report.checks.append(stage())
-            except RecipeError:  # the caller's text or options, not the model
+            except (RecipeError, KernelUnavailable):  # the caller's text or options, not the model
                 raise
             except TrapetumError as error:
                 report.checks.append(Check(name, False, None, error.message))
@@ -232,18 +248,18 @@ def _logits(
     text: str | None,
     pool: Pool,
     ctx: int,
+    device: str,
     progress: Progress,
 ) -> Check:
     if text is None or source is None:
         return Check("logits", None, None, f"no {'text' if source is not None else 'source'} was given")
     from trapetum.runtime.evaluate import compare
-    from trapetum.runtime.model import Model
 
     try:
         theirs = Model(source, pool)
     except UnsupportedModelError as error:
         return Check("logits", None, None, f"the source cannot be run here: {error.message}")
-    mine = Model(opened, pool)
+    mine = model_of(opened, pool, device=device)
     if mine.real_vocab_size != theirs.real_vocab_size:
         sizes = f"{mine.real_vocab_size} tokens, the source's {theirs.real_vocab_size}"
         return Check("logits", False, None, f"the vocabulary has {sizes}")
