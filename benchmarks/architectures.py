@@ -4,8 +4,8 @@
 
 Makes a tiny random model of each family with transformers, runs 100 tokens (past windows and original rotary lengths)
 through it and through this runtime, then writes GGUF files of F32 and F16 tensors and asks llama.cpp (xllamacpp,
-float32 keys and values, one thread) for the log-probabilities after three prompts. Prints a table in Markdown: the largest
-difference over the largest logit against transformers, over the spread of our logits against llama.cpp.
+float32 keys and values, one thread) for the log-probabilities after three prompts. Prints a table in Markdown: the
+largest difference over the largest logit against transformers, over the spread of our logits against llama.cpp.
 """
 
 from __future__ import annotations
