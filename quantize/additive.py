@@ -59,9 +59,9 @@ class _Effort(NamedTuple):
 
 # The rate is that of a tensor of 16 M weights and two codebooks, the fit included; see ``scheme.Scheme.rate``.
 _EFFORTS = {
-    "fast": _Effort(1 << 16, 4, 8, 1, 3.5e6, refits=1, sweeps=0),
-    "default": _Effort(1 << 18, 10, 16, 1, 1.6e6, refits=2, sweeps=0),
-    "high": _Effort(1 << 19, 20, 32, 2, 0.5e6, refits=4, sweeps=1),
+    "fast": _Effort(1 << 16, 4, 8, 1, 3.5e6, refits=1, sweeps=1),
+    "default": _Effort(1 << 18, 10, 16, 1, 1.6e6, refits=2, sweeps=2),
+    "high": _Effort(1 << 19, 20, 32, 2, 0.5e6, refits=4, sweeps=4),
 }
 _REFIT_ROWS, _REFIT_STEPS = 1024, 16
 _CHUNK_WEIGHTS = 1 << 20

