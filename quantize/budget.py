@@ -38,7 +38,8 @@ from trapetum.progress import Progress
 from trapetum.quantize.additive import Additive
 from trapetum.quantize.allocation import Option, choose
 from trapetum.quantize.blocks import ordered_map
-from trapetum.quantize.recipe import ADDITIVE_BELOW, Recipe, Rule
+from trapetum.quantize.recipe import ADDITIVE_BELOW, Recipe
+from trapetum.quantize.rules import Rule
 from trapetum.quantize.scheme import Effort
 from trapetum.quantize.schemes import BITS, KMeans, Scheme
 from trapetum.quantize.sensitivity import measure, prior

@@ -24,7 +24,8 @@ from trapetum.quantize.blocks import MemoryBudget, memory_budget, usable_threads
 from trapetum.quantize.float8_intake import Float8AsIs
 from trapetum.quantize.hadamard import rotate_rows
 from trapetum.quantize.intake import check_tensors
-from trapetum.quantize.recipe import DEFAULT_RULES, Recipe
+from trapetum.quantize.recipe import Recipe
+from trapetum.quantize.rules import DEFAULT_RULES
 from trapetum.quantize.scheme import Importance
 from trapetum.quantize.schemes import NAMED, Keep, Options, Scheme
 from trapetum.quantize.ternary import Ternary

@@ -36,21 +36,19 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
-from fnmatch import fnmatchcase
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from trapetum.errors import RecipeError
 from trapetum.quantize.additive import Additive
 from trapetum.quantize.block_scheme import PREFIX
+from trapetum.quantize.rules import DEFAULT_RULES, Kind, Rule
 from trapetum.quantize.scheme import Effort
 from trapetum.quantize.schemes import (
     BITS,
@@ -66,12 +64,8 @@ from trapetum.quantize.ternary_intake import AsIs
 __all__ = [
     "ADDITIVE_BELOW",
     "ADDITIVE_BITS",
-    "DEFAULT_RULES",
-    "GROUPS",
-    "ROLES",
     "TERNARY_BITS",
     "Recipe",
-    "Rule",
     "list_recipes",
     "load_recipe",
     "resolve_recipe",
@@ -79,22 +73,6 @@ __all__ = [
 
 Rotate = Literal["residual"]
 Tie = Literal["qkv", "gate_up", "experts"]
-Kind = Literal[
-    "embed", "q", "k", "v", "o", "qkv", "kv", "gate", "up", "down", "gate_up", "head", "norm", "bias", "router",
-    "vector", "buffer", "other", "attention", "mlp", "experts", "linear",
-]  # fmt: skip
-
-# A group stands for several roles; "experts" also asks that the tensor belongs to routed experts.
-_ATTENTION = ("q", "k", "v", "o", "qkv", "kv")
-_MLP = ("gate", "up", "down", "gate_up")
-GROUPS: dict[str, tuple[str, ...]] = {
-    "attention": _ATTENTION,
-    "mlp": _MLP,
-    "experts": _MLP,
-    "linear": (*_ATTENTION, *_MLP, "linear"),  # "linear" alone: outside the table
-}
-ROLES: tuple[str, ...] = tuple(r for r in get_args(Kind) if r not in GROUPS)
-
 
 TERNARY_BITS = 1.58
 """What ``bits`` calls ternary weights: log2(3), to two places."""
@@ -104,109 +82,6 @@ ADDITIVE_BELOW = 3.5
 
 ADDITIVE_BITS = 2
 """The ``bits`` of a call that mean additive codebooks where no scheme is named."""
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-class Rule(BaseModel):
-    """One rule: which tensors, and what happens to them.
-
-    Exactly one of ``glob``, ``regex`` and ``role`` selects tensors; ``layers`` narrows the selection. ``keep`` excludes
-    ``scheme`` and its options; what is left out comes from the recipe's top level.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    glob: list[str] | None = Field(default=None, min_length=1)
-    regex: str | None = None
-    role: list[Kind] | None = Field(default=None, min_length=1)
-    layers: str | None = None
-    scheme: str | None = None
-    bits: int | None = None
-    effort: Effort | None = None
-    levels: int | None = None
-    group_size: int | None = None
-    keep: bool = False
-
-    _lists = field_validator("glob", "role", mode="before")(_listed)
-
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        try:
-            re.compile(value or "")
-        except re.error as e:
-            raise ValueError(f"is not a regular expression: {e}") from e
-        return value
-
-    @field_validator("layers")
-    @classmethod
-    def _ranges(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", value):
-            raise ValueError("must be block numbers and ranges such as '0-3,28,30-31'")
-        return value
-
-    @field_validator("scheme")
-    @classmethod
-    def _scheme(cls, value: str | None) -> str | None:
-        return None if value is None else check_scheme_name(value)
-
-    @model_validator(mode="after")
-    def _whole(self) -> Rule:
-        selectors = [k for k in ("glob", "regex", "role") if getattr(self, k) is not None]
-        if len(selectors) != 1:
-            raise ValueError(
-                f"needs exactly one of glob, regex, role; found {', '.join(selectors) or 'none'}"
-            )
-        if self.keep and any((self.scheme, self.bits, self.effort, self.levels, self.group_size)):
-            raise ValueError("keep = true cannot go with scheme, bits, effort, levels or group_size")
-        return self
-
-    @property
-    def open(self) -> bool:
-        """Whether a bit budget chooses the scheme of what this rule selects."""
-        return not (self.keep or self.scheme or self.bits or self.levels or self.group_size)
-
-    @cached_property
-    def _layer_ranges(self) -> list[tuple[int, int]]:
-        pairs = [part.partition("-") for part in (self.layers or "").split(",") if part]
-        return [(int(a), int(b or a)) for a, _, b in pairs]
-
-    def matches(self, name: str, kind: str, layer: int | None, expert: bool) -> bool:
-        """Whether this rule selects a tensor.
-
-        Parameters
-        ----------
-        name : str
-            The checkpoint's name of the tensor.
-        kind : str
-            Its role.
-        layer : int or None
-            Its block.
-        expert : bool
-            Whether it belongs to routed experts.
-        """
-        if self._layer_ranges and (layer is None or not any(a <= layer <= b for a, b in self._layer_ranges)):
-            return False
-        if self.glob is not None:
-            return any(fnmatchcase(name, g) for g in self.glob)
-        if self.regex is not None:
-            return re.fullmatch(self.regex, name) is not None
-        return any(kind in GROUPS.get(r, (r,)) and (expert or r != "experts") for r in self.role or ())
-
-    def __str__(self) -> str:
-        """What selects, for messages."""
-        selectors = {"glob": self.glob, "regex": self.regex, "role": self.role, "layers": self.layers}
-        return ", ".join(f"{k} = {json.dumps(v)}" for k, v in selectors.items() if v is not None)
-
-
-DEFAULT_RULES: tuple[Rule, ...] = (
-    Rule(role=["norm", "bias", "router", "vector", "buffer", "other", "embed"], keep=True),
-    Rule(role=["head"], scheme="kmeans", bits=8),
-    Rule(role=["linear"]),
-)
 
 
 class Recipe(BaseModel):
@@ -412,6 +287,8 @@ def resolve_recipe(
     if isinstance(recipe, dict):
         recipe = _validated(recipe, "", default_name="custom")
     base = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if target_bpw is None and base.target_bpw is not None:
+        candidates = _check_budget(bits, scheme, candidates)
     wanted = {
         "bits": width,
         "scheme": scheme,
@@ -441,6 +318,11 @@ def resolve_recipe(
         except RecipeError as e:
             where = f"rules[{i}]" if i < len(base.rules) else "recipe"
             raise RecipeError(f"{where}: {e.message}", hint=e.hint) from e
+    if result.candidates is not None and result.target_bpw is None:
+        raise RecipeError(
+            "candidates are what a budget chooses from, and there is no target_bpw",
+            hint="Give --target-bpw, or leave the candidates out.",
+        )
     if result.hadamard and result.rotate:
         raise RecipeError("hadamard and rotate exclude each other: a layer would be turned twice")
     _check_ternary_options(levels, group_size, result.hadamard, schemes)

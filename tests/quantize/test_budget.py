@@ -19,7 +19,8 @@ from trapetum.quantize.additive import Additive
 from trapetum.quantize.budget import allocate, budgeted
 from trapetum.quantize.job import quantize_model
 from trapetum.quantize.plan import Plan, make_plan
-from trapetum.quantize.recipe import Recipe, Rule, load_recipe, resolve_recipe
+from trapetum.quantize.recipe import Recipe, load_recipe, resolve_recipe
+from trapetum.quantize.rules import Rule
 from trapetum.quantize.schemes import KMeans
 from trapetum.quantize.sensitivity import FIRST, PLAIN, measure, prior
 from trapetum.quantize.shared_job import merge_parts
@@ -258,6 +259,10 @@ def test_measured_error_is_that_of_the_whole_tensor(make_model: Make) -> None:
         ({"target_bpw": 4.0, "candidates": ["asis"]}, "found in the weights"),
         ({"target_bpw": 4.0, "candidates": ["qq"]}, "candidates: is 'qq'"),
         ({"recipe": {"target_bpw": 17}}, "target_bpw: "),
+        ({"bits": 4, "candidates": ["kmeans"]}, "there is no target_bpw"),
+        ({"recipe": {"candidates": ["kmeans"]}}, "there is no target_bpw"),
+        ({"bits": 4, "recipe": {"target_bpw": 4.5}}, "bits and target_bpw exclude"),
+        ({"scheme": "ternary", "recipe": {"target_bpw": 4.5}}, "leaves nothing to choose"),
         ({"recipe": {"target_bpw": 4, "tie": ["x"]}}, "tie"),
     ],
 )

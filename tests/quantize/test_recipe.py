@@ -9,7 +9,8 @@ import pytest
 
 from trapetum.errors import RecipeError
 from trapetum.quantize.additive import Additive
-from trapetum.quantize.recipe import DEFAULT_RULES, ROLES, Recipe, list_recipes, load_recipe, resolve_recipe
+from trapetum.quantize.recipe import Recipe, list_recipes, load_recipe, resolve_recipe
+from trapetum.quantize.rules import DEFAULT_RULES, ROLES
 from trapetum.quantize.schemes import Keep, KMeans
 
 Q0 = ("model.layers.0.self_attn.q_proj.weight", "q", 0)
