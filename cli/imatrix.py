@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Json, Threads, option, whole
+from trapetum.cli.options import Debug, Json, Overwrite, Threads, option, whole
 from trapetum.cli.output import emit
 from trapetum.cli.progress import terminal_progress
 
@@ -28,6 +28,7 @@ def imatrix(
         option("--tokens", parse=whole(1), metavar="N", help="Most tokens to take; 131072 by default."),
     ] = None,
     threads: Threads = None,
+    overwrite: Overwrite = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -39,6 +40,7 @@ def imatrix(
     progress = terminal_progress()
     path = resolve_model(model, progress=progress)
     work = collect_moments if hessian else collect_importance
-    work(path, text, out, tokens=tokens or TOKENS, threads=threads, progress=progress)
+    most = tokens or TOKENS
+    work(path, text, out, tokens=most, overwrite=overwrite, threads=threads, progress=progress)
     size = out.stat().st_size
     emit({"path": str(out), "bytes": size}, f"{out}: {size:,} bytes", as_json=json)

@@ -313,10 +313,10 @@ def quantize(
         data["export"] = {"path": str(report.out), **direct.plan.report()}
         lines += f"\n\n{export_lines(direct.plan, report.out, dry_run=False)}"
     elif export is not None:
-        from trapetum.export import plan_export
+        from trapetum.export import plan_export, shard_size_for
 
         options: dict[str, Any] = {
-            "max_shard_size": max_shard_size,
+            "max_shard_size": shard_size_for(export, max_shard_size),
             "threads": threads,
             "overwrite": overwrite,
         }

@@ -6,6 +6,7 @@ format      output
 ``cbk``     a .cbk with 4-bit codebooks: a folder ready to serve, or one file and its manifest
 ``hf``      a folder with dense weights that transformers loads
 ``gguf``    a GGUF that llama.cpp loads, in one file or split
+``planes``  planes and tiles that GPU kernels read
 ``mtp``     the multi-token prediction block of a DeepSeek model, as ``mtp.cbk``
 ==========  ===================================================================================
 """
@@ -26,25 +27,51 @@ if TYPE_CHECKING:
     from trapetum.export.plan import ExportPlan
     from trapetum.progress import Progress
 
-__all__ = ["FORMATS", "ExportFormat", "export_artifact", "plan_export"]
+__all__ = ["FORMATS", "SHARD_SIZE", "ExportFormat", "export_artifact", "plan_export", "shard_size_for"]
+
+
+SHARD_SIZE = 5_000_000_000
+"""Bytes of the largest weight file where nothing is said."""
 
 
 @dataclass(frozen=True)
 class ExportFormat:
-    """One line of the table: ``module.function`` makes the plan, imported when it is asked for."""
+    """One line of the table: ``module.function`` makes the plan, imported when it is asked for.
+
+    ``takes`` names the options of :func:`plan_export` that mean something to this format; the others are refused.
+    """
 
     module: str
     function: str
     summary: str
+    takes: frozenset[str]
 
 
 FORMATS: dict[str, ExportFormat] = {
-    "cbk": ExportFormat("trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks"),
-    "hf": ExportFormat("trapetum.export.hf", "plan_hf", "a dense Hugging Face folder"),
-    "gguf": ExportFormat("trapetum.export.gguf_plan", "plan_gguf", "a GGUF file that llama.cpp loads"),
-    "mtp": ExportFormat("trapetum.export.mtp", "plan_mtp", "DeepSeek's prediction block as mtp.cbk"),
-    "planes": ExportFormat("trapetum.export.planes", "plan_planes", "ternary planes for GPU kernels"),
+    "cbk": ExportFormat(
+        "trapetum.export.cbk", "plan_cbk", "a .cbk file with 4-bit codebooks", frozenset({"source", "magic"})
+    ),
+    "hf": ExportFormat(
+        "trapetum.export.hf", "plan_hf", "a dense Hugging Face folder", frozenset({"dtype", "max_shard_size"})
+    ),
+    "gguf": ExportFormat(
+        "trapetum.export.gguf_plan",
+        "plan_gguf",
+        "a GGUF file that llama.cpp loads",
+        frozenset({"source", "gguf_type", "max_shard_size"}),
+    ),
+    "mtp": ExportFormat(
+        "trapetum.export.mtp", "plan_mtp", "DeepSeek's prediction block as mtp.cbk", frozenset({"source"})
+    ),
+    "planes": ExportFormat(
+        "trapetum.export.planes", "plan_planes", "planes and tiles for GPU kernels", frozenset({"fuse"})
+    ),
 }
+
+
+def shard_size_for(format: str, size: int) -> int:
+    """The shard size that was meant for an artifact, for an export of it: the default where it is one file anyway."""
+    return size if "max_shard_size" in FORMATS[format].takes else SHARD_SIZE
 
 
 @contextlib.contextmanager
@@ -56,7 +83,7 @@ def plan_export(
     source: str | PathLike[str] | None = None,
     dtype: str | None = None,
     gguf_type: str | None = None,
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int = SHARD_SIZE,
     fuse: bool = False,
     overwrite: bool = False,
     threads: int | None = None,
@@ -79,6 +106,22 @@ def plan_export(
     chosen = FORMATS.get(format)
     if chosen is None:
         raise RecipeError(f"export format is {format!r}; known are {', '.join(FORMATS)}")
+    given = {
+        "source": source is not None,
+        "dtype": dtype is not None,
+        "gguf_type": gguf_type is not None,
+        "max_shard_size": max_shard_size != SHARD_SIZE,
+        "fuse": fuse,
+        "magic": magic is not None,
+    }
+    for option in (o for o, was_given in given.items() if was_given and o not in chosen.takes):
+        takers = [name for name, row in FORMATS.items() if option in row.takes]
+        raise RecipeError(
+            f"{option} changes nothing in the {format} export; it goes with: {', '.join(takers)}",
+            hint=f"Give --gguf-type {dtype.upper()}."
+            if option == "dtype" and dtype is not None and "gguf_type" in chosen.takes
+            else f"Leave --{option.replace('_', '-')} out.",
+        )
     refuse_overlap(Path(out), [Path(p) for p in (artifact, source) if p is not None])
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(open_source(artifact))
@@ -102,7 +145,7 @@ def export_artifact(
     source: str | PathLike[str] | None = None,
     dtype: str | None = None,
     gguf_type: str | None = None,
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int = SHARD_SIZE,
     fuse: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -152,7 +195,7 @@ def export_artifact(
     UnsupportedModelError
         If the format cannot hold the model; all reasons in one message.
     RecipeError
-        If ``format`` or ``dtype`` is unknown.
+        If ``format`` or ``dtype`` is unknown, or an option was given that the format does not take.
     """
     with plan_export(
         artifact,

@@ -322,13 +322,11 @@ def plan_cbk(request: ExportRequest) -> CbkPlan:
     OutputError
         If the output exists.
     RecipeError
-        If a dtype is asked for.
+        If the magic is that of a prediction block.
     """
     artifact = request.artifact
     if request.magic == "MTP1":
         raise RecipeError("magic is 'MTP1', which is no model", hint="Export with --format mtp.")
-    if request.dtype is not None:
-        raise RecipeError(f"dtype is {request.dtype!r}; a .cbk has none to choose", hint="Leave --dtype out.")
     if _is_file(request.out):
         for path in (request.out, manifest_paths(request.out)[0]):
             refuse_existing(path, (), overwrite=request.overwrite)

@@ -100,11 +100,6 @@ class _Planner:
         self.request = request
         self.artifact: TensorSource = request.artifact
         self.asked = known_type(request.gguf_type)
-        if request.dtype is not None:
-            raise RecipeError(
-                f"dtype is {request.dtype!r}; the gguf export takes types of its own",
-                hint=f"Give --gguf-type {request.dtype.upper()}.",
-            )
         if self.artifact.kind == "checkpoint" and self.artifact.config.get("quantization_config"):
             raise UnsupportedModelError(
                 f"{self.artifact.path}: is quantized by another tool",

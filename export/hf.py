@@ -122,10 +122,6 @@ def plan_hf(request: ExportRequest) -> HfPlan:
     chosen = request.dtype or "f32"
     if chosen not in DTYPES:
         raise RecipeError(f"dtype is {chosen!r}; allowed are {', '.join(DTYPES)}")
-    if request.source is not None:
-        raise RecipeError(
-            "a source is of no use to the hf export, which decodes what is there", hint="Leave --source out."
-        )
     if artifact.kind == "checkpoint" and artifact.config.get("quantization_config"):
         raise UnsupportedModelError(
             f"{artifact.path}: is quantized by another tool", hint="Run trapetum quantize on it first."

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError, UnsupportedModelError, listed
+from trapetum.errors import CheckpointError, FormatError, UnsupportedModelError, listed
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.gguf_checkpoint import GgufCheckpoint, is_gguf
 from trapetum.formats.packed_aqlm import AqlmCheckpoint
@@ -37,6 +37,7 @@ from trapetum.formats.packed_checkpoint import PackedCheckpoint
 from trapetum.formats.packed_fp8 import Fp8Checkpoint
 from trapetum.formats.packed_mxfp4 import GptOssCheckpoint, Mxfp4Checkpoint, is_gpt_oss
 from trapetum.formats.safetensors import SafetensorsFile
+from trapetum.formats.source import detect
 from trapetum.tensors import matrix_shape
 
 __all__ = [
@@ -257,6 +258,19 @@ _OPENERS: dict[str, Callable[[Checkpoint], PackedCheckpoint]] = {
 }
 
 
+def _refuse_exports(path: str | os.PathLike[str]) -> None:
+    """Files for engines hold nothing that could be quantized again without a second loss."""
+    try:
+        kind = detect(path)
+    except FormatError:  # the checkpoint says what is wrong
+        return
+    if kind.name in ("cbk", "planes"):
+        raise UnsupportedModelError(
+            f"{path}: is {kind.text}, whose weights are quantized already; trapetum starts from float weights",
+            hint="Use the original bfloat16, float16 or float32 checkpoint.",
+        )
+
+
 def open_checkpoint(
     path: str | os.PathLike[str], *, mmap: bool = True, reader: type[SafetensorsFile] = SafetensorsFile
 ) -> AnyCheckpoint:
@@ -276,6 +290,7 @@ def open_checkpoint(
     """
     if is_gguf(path):
         return GgufCheckpoint.open(path, mmap=mmap)
+    _refuse_exports(path)
     inner = Checkpoint.open(path, mmap=mmap, reader=reader)
     method = inner.packed_format()
     opener = _OPENERS.get(method or "")

@@ -208,7 +208,9 @@ def _without_index(folder: Path, weights: list[str], present: list[str]) -> list
     if others := [name for name in present if name.endswith(_OTHER_WEIGHTS)]:
         raise CheckpointError(
             f"{folder}: holds {listed(others)}, but no safetensors weights",
-            hint="Convert the weights to safetensors (in transformers: save_pretrained) and try again.",
+            hint=f"Name the file itself: {folder / others[0]}"
+            if others[0].endswith(".gguf")
+            else "Convert the weights to safetensors (in transformers: save_pretrained) and try again.",
         )
     raise CheckpointError(
         f"{folder}: no {_INDEX}, no {_SINGLE} and no other safetensors file",

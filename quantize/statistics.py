@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import RecipeError
+from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.imatrix import InputStatistics, MomentsWriter, open_statistics, write_imatrix
 from trapetum.quantize.hessian import MIN_TOKENS, Hessian
 from trapetum.rotation import HadamardRotation
@@ -231,6 +232,7 @@ def collect_moments(
     out: Path,
     *,
     tokens: int,
+    overwrite: bool = False,
     threads: int | None = None,
     progress: Progress,
 ) -> None:
@@ -246,6 +248,8 @@ def collect_moments(
         See docs/formats/imatrix.md.
     tokens : int
         Most tokens to take.
+    overwrite : bool
+        Replace an importance file that exists; no other file ever is.
     threads : int, optional
     progress : Progress
 
@@ -253,11 +257,14 @@ def collect_moments(
     ------
     RecipeError
         If the text cannot be read.
+    OutputError
+        If ``out`` exists.
     """
     from trapetum.formats.source import open_source
     from trapetum.kernels.cpu.pool import Pool
     from trapetum.runtime.calibrate import calibration_ids, collect, distinct_inputs
 
+    _refuse_existing(out, overwrite=overwrite)
     with open_source(model) if isinstance(model, Path) else contextlib.nullcontext(model) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")
@@ -270,6 +277,20 @@ def collect_moments(
                         writer.write(inputs.weights, inputs.moment / max(inputs.tokens, 1), inputs.tokens)
         finally:
             pool.close()
+
+
+def _refuse_existing(out: Path, *, overwrite: bool) -> None:
+    """Only an importance file is ever replaced: a slip in the name must not cost weights or a text."""
+    if not os.path.lexists(out):
+        return
+    if not overwrite:
+        raise OutputError(f"{out}: exists", hint="Give --overwrite to replace it, or another name with -o.")
+    try:
+        open_statistics(out).close()
+    except (TrapetumError, OSError):
+        raise OutputError(
+            f"{out}: is no importance file, so it is not replaced", hint="Choose another name with -o."
+        ) from None
 
 
 def read_text(path: Path) -> str:
@@ -295,13 +316,21 @@ def one_blas_thread() -> Any:
 
 
 def collect_importance(
-    model: Path, text: Path, out: Path, *, tokens: int, threads: int | None = None, progress: Progress
+    model: Path,
+    text: Path,
+    out: Path,
+    *,
+    tokens: int,
+    overwrite: bool = False,
+    threads: int | None = None,
+    progress: Progress,
 ) -> None:
     """As :func:`collect_moments`, but llama.cpp's importance matrix: the diagonals alone."""
     from trapetum.formats.source import open_source
     from trapetum.kernels.cpu.pool import Pool
     from trapetum.runtime.calibrate import calibration_ids, collect
 
+    _refuse_existing(out, overwrite=overwrite)
     with open_source(model) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")

@@ -210,7 +210,7 @@ def _failed(job: BatchJob, started: float, error: str, hint: str | None) -> Outc
 
 
 def _run(job: BatchJob, token: str | None, progress: Progress, started: float) -> Outcome:
-    from trapetum.export import export_artifact
+    from trapetum.export import export_artifact, shard_size_for
     from trapetum.quantize.job import quantize_model
 
     out = Path(job.out)
@@ -224,14 +224,11 @@ def _run(job: BatchJob, token: str | None, progress: Progress, started: float) -
     for format in job.export:
         target = out.with_name(f"{out.name}-{format}")
         if made or not target.exists():
-            size = job.max_shard_size
-            exports.append(
-                str(
-                    export_artifact(
-                        out, format, target, max_shard_size=size, overwrite=job.overwrite, progress=progress
-                    )
-                )
+            size = shard_size_for(format, job.max_shard_size)
+            written = export_artifact(
+                out, format, target, max_shard_size=size, overwrite=job.overwrite, progress=progress
             )
+            exports.append(str(written))
     status: Literal["done", "was done"] = "done" if made or exports else "was done"
     return Outcome(job.model, job.out, status, time.monotonic() - started, bpw, error, exports=tuple(exports))
 

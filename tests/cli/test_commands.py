@@ -359,3 +359,53 @@ def test_without_a_card_nothing_runs_on_the_cpu_instead(
     result = _run(*line.split())
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: CUDA kernels need CuPy" in result.stderr
+
+
+@pytest.mark.parametrize("hessian", [(), ("--hessian",)])
+def test_imatrix_replaces_nothing_but_importance_files(
+    hessian: tuple[str, ...], demo_model: Path, text: Path, tmp_path: Path
+) -> None:
+    weights, made = tmp_path / "model.safetensors", tmp_path / "importance"
+    shutil.copy(demo_model / "model.safetensors", weights)
+    order = ("imatrix", demo_model, "--text", text, *hessian, "--tokens", "64", "-o")
+    for out, options, words in (
+        (weights, (), "--overwrite"),
+        (weights, ("--overwrite",), "no importance file"),
+        (text, ("--overwrite",), "no importance file"),
+    ):
+        before = out.read_bytes()
+        result = _run(*order, out, *options)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert words in result.stderr
+        assert out.read_bytes() == before
+    assert _run(*order, made).exit_code == 0
+    first = made.read_bytes()
+    assert _run(*order, made, "--overwrite").exit_code == 0
+    assert made.read_bytes() == first
+
+
+@pytest.mark.parametrize("format", ["cbk", "planes"])
+def test_an_export_is_not_quantized_again(format: str, artifact: Path, tmp_path: Path) -> None:
+    assert _run("export", artifact, "--format", format, "-o", tmp_path / format).exit_code == 0
+    result = _run("quantize", tmp_path / format, "-o", tmp_path / "again")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "quantized already" in result.stderr
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_folder_of_a_gguf_names_the_file(demo_model: Path, tmp_path: Path) -> None:
+    assert _run("export", demo_model, "--format", "gguf", "-o", tmp_path / "g").exit_code == 0
+    (file,) = (tmp_path / "g").glob("*.gguf")
+    result = _run("inspect", tmp_path / "g")
+    assert result.exit_code == 1
+    assert f"hint: Name the file itself: {file}" in result.stderr
+
+
+def test_verify_says_what_the_source_of_a_turned_export_is(demo_model: Path, tmp_path: Path) -> None:
+    assert _run("quantize", demo_model, "-o", tmp_path / "a", "--rotate", "residual").exit_code == 0
+    assert _run("export", tmp_path / "a", "--format", "hf", "-o", tmp_path / "hf").exit_code == 0
+    wrong = _run("verify", tmp_path / "hf", "--source", demo_model)
+    assert wrong.exit_code == 3
+    assert "--rotate residual has that artifact as its source" in wrong.stdout
+    right = _run("verify", tmp_path / "hf", "--source", tmp_path / "a")
+    assert right.exit_code == 0, right.stdout

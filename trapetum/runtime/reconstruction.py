@@ -29,6 +29,7 @@ _RECORD_TOLERANCE = 1e-5
 _ERROR_LIMIT = 0.5
 # Dense records of a .cbk: float16 of a bfloat16 tensor adds less than 1e-6.
 _DENSE_LIMIT = 1e-4
+_TURNED = "; what was exported from an artifact of --rotate residual has that artifact as its source"
 
 
 def reconstruction(opened: TensorSource, source: TensorSource | None, progress: Progress) -> Check:
@@ -66,7 +67,8 @@ def reconstruction(opened: TensorSource, source: TensorSource | None, progress: 
     progress.end()
     mean = float(np.mean(errors)) if errors else 0.0
     if faults:
-        return Check("reconstruction", False, mean, listed(faults))
+        turned = not isinstance(opened, Artifact) and len(faults) > len(pairs) / 2
+        return Check("reconstruction", False, mean, listed(faults) + (_TURNED if turned else ""))
     detail = f"{len(pairs)} tensors; relative error of {len(errors)} quantized ones: mean {mean:.3e}"
     return Check("reconstruction", True, mean, f"{detail}, largest {max(errors, default=0.0):.3e}")
 
