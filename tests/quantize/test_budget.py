@@ -227,7 +227,9 @@ def test_the_importance_of_inputs_counts(make_model: Make, tmp_path: Path) -> No
     """Inputs that are never excited cost little: what is rough only there is little loss."""
     name = "model.layers.1.mlp.down_proj.weight"
     rng = np.random.default_rng(0)
-    half = np.concatenate([rng.choice([-0.05, 0.05], (256, 192)), rng.standard_normal((256, 192)) * 0.03], axis=1)
+    half = np.concatenate(
+        [rng.choice([-0.05, 0.05], (256, 192)), rng.standard_normal((256, 192)) * 0.03], axis=1
+    )
     folder = make_model(change={name: half.astype(ml_dtypes.bfloat16)}, **WIDE)
     quiet = np.concatenate([np.ones(192), np.zeros(192)]).astype(np.float64)
     write_imatrix(tmp_path / "im.gguf", {name: (quiet * 100, 100)}, datasets=["x"], chunk_size=100)
