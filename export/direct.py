@@ -24,7 +24,8 @@ from trapetum.formats.atomic import WORK_FOLDER, FolderLock
 from trapetum.formats.cbk_manifest import MODEL_FILE
 from trapetum.formats.output_folder import discard_job
 from trapetum.formats.source import TensorSource
-from trapetum.quantize.job import companions, leave_no_trace
+from trapetum.quantize.identity import companions
+from trapetum.quantize.job import leave_no_trace
 from trapetum.quantize.journal import RunLog
 from trapetum.quantize.pressed import PressedSource
 from trapetum.quantize.report import Report

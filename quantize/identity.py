@@ -17,13 +17,16 @@ from typing import Any
 
 from trapetum.errors import CheckpointError
 from trapetum.formats.atomic import write_atomic
+from trapetum.formats.manifest import is_plain_name
 from trapetum.formats.names import text_name
+from trapetum.formats.packed_ternary import AnyCheckpoint
 from trapetum.progress import Progress
 from trapetum.quantize.blocks import ordered_map
 
-__all__ = ["changed_files", "hash_files", "tensor_seed"]
+__all__ = ["changed_files", "companions", "hash_files", "hub_identity", "model_name", "tensor_seed"]
 
 _CHUNK = 1 << 20
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 
 def tensor_seed(seed: int, name: str) -> int:
@@ -116,3 +119,25 @@ def _sha256(path: Path, progress: Progress) -> str:
     except OSError as e:
         raise CheckpointError(f"{path}: cannot be read ({e.strerror})") from e
     return digest.hexdigest()
+
+
+def model_name(source: AnyCheckpoint) -> str:
+    """What a model is called: its repository's name, or its folder's."""
+    return str(hub_identity(source.path).get("repo", source.title)).rpartition("/")[2] or "model"
+
+
+def hub_identity(path: Path) -> dict[str, str]:
+    """Repository and commit of a model in a snapshot of a Hub cache (models--ORG--NAME/snapshots/COMMIT)."""
+    real = (path if path.is_dir() else path.parent).resolve()
+    if real.parent.name != "snapshots" or not real.parent.parent.name.startswith("models--"):
+        return {}
+    repo = real.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return {"repo": text_name(repo), "commit": text_name(real.name)}
+
+
+def companions(source: AnyCheckpoint) -> list[Path]:
+    """Files that travel with the weights: config, tokenizer, licences."""
+    licences = [
+        p for p in source.folder.iterdir() if p.name.isascii() and p.name.upper().startswith(_LICENCES)
+    ]
+    return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})

@@ -28,12 +28,11 @@ from trapetum.formats.manifest import (
     MANIFEST,
     artifact_config,
     build_manifest,
-    is_plain_name,
     parse_manifest,
 )
 from trapetum.formats.names import text_name
 from trapetum.formats.output_folder import PARTS, discard_job, output_state
-from trapetum.formats.packed_ternary import AnyCheckpoint, open_checkpoint
+from trapetum.formats.packed_ternary import open_checkpoint
 from trapetum.formats.parts import Part
 from trapetum.hub import resolve_model
 from trapetum.hub_stream import HubStream, open_stream
@@ -45,7 +44,7 @@ from trapetum.quantize.card import model_card, read_front_matter
 from trapetum.quantize.config_only import ConfigCheckpoint, has_only_config
 from trapetum.quantize.cpu import require_one_cpu
 from trapetum.quantize.forecast import forecast, shards_of
-from trapetum.quantize.identity import hash_files
+from trapetum.quantize.identity import companions, hash_files, hub_identity, model_name
 from trapetum.quantize.journal import Journal, RunLog
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import Recipe, resolve_recipe
@@ -67,7 +66,6 @@ __all__ = ["Job", "Press", "companions", "leave_no_trace", "quantize_model", "su
 
 RECIPE = "recipe.toml"  # beside the weights where a budget was spent: gives the same bytes again
 Press = Callable[..., tuple[dict[str, Part], int]]
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 
 
 def quantize_model(
@@ -212,7 +210,7 @@ def quantize_model(
             path = resolve_model(model, revision=revision, token=token, progress=progress)
             source = ConfigCheckpoint(path) if dry_run and has_only_config(path) else open_checkpoint(path)
             stack.callback(source.close)
-        name = _name(source)
+        name = model_name(source)
         folder = Path(out) if out is not None else Path(f"{name}-trapetum-{resolved.name}")
         refuse_overlap(folder, [source.folder, *(f.path for f in source.files)])
         state = output_state(folder)
@@ -267,19 +265,6 @@ def _finished(folder: Path) -> OutputError:
         f"{folder}: already holds a finished artifact",
         hint="Choose another output with -o, or replace it with --overwrite.",
     )
-
-
-def _name(source: AnyCheckpoint) -> str:
-    return str(_hub_identity(source.path).get("repo", source.title)).rpartition("/")[2] or "model"
-
-
-def _hub_identity(path: Path) -> dict[str, str]:
-    """Repository and commit of a model in a snapshot of a Hub cache (models--ORG--NAME/snapshots/COMMIT)."""
-    real = (path if path.is_dir() else path.parent).resolve()
-    if real.parent.name != "snapshots" or not real.parent.parent.name.startswith("models--"):
-        return {}
-    repo = real.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return {"repo": text_name(repo), "commit": text_name(real.name)}
 
 
 @dataclass
@@ -454,7 +439,7 @@ class Job:
         here = [p for p in paths if p.name not in known]
         hashes = hash_files(here, self.journal.hashes, self.budget.threads, self.progress)
         hashes |= {text_name(p.name): known[p.name] for p in paths if p.name in known}
-        return {"name": self.title, **_hub_identity(source.path), "files": dict(sorted(hashes.items()))}
+        return {"name": self.title, **hub_identity(source.path), "files": dict(sorted(hashes.items()))}
 
     def assemble(self, made: dict[str, Part], log: RunLog) -> None:
         """Make the artifact from the parts of all tensors; the caller holds the folder's lock."""
@@ -512,11 +497,3 @@ def surveyed(plan: Plan, stored: Mapping[str, Any]) -> Plan:
     )
     recipe = resolve_recipe(stored["recipe"])
     return replace(plan, rows=rows, recipe=recipe, notes=tuple(stored["notes"]), scanned=True)
-
-
-def companions(source: AnyCheckpoint) -> list[Path]:
-    """Files that travel with the weights: config, tokenizer, licences."""
-    licences = [
-        p for p in source.folder.iterdir() if p.name.isascii() and p.name.upper().startswith(_LICENCES)
-    ]
-    return sorted({*source.side_files(), *(p for p in licences if is_plain_name(p.name) and p.is_file())})

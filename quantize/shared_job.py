@@ -30,8 +30,8 @@ from trapetum.formats.packed_ternary import open_checkpoint
 from trapetum.formats.parts import Part
 from trapetum.hub import resolve_model
 from trapetum.progress import Progress
-from trapetum.quantize.identity import changed_files, hash_files
-from trapetum.quantize.job import Job, companions, leave_no_trace, surveyed
+from trapetum.quantize.identity import changed_files, companions, hash_files
+from trapetum.quantize.job import Job, leave_no_trace, surveyed
 from trapetum.quantize.journal import Journal, RunLog
 from trapetum.quantize.plan import Plan, make_plan
 from trapetum.quantize.recipe import resolve_recipe
