@@ -30,7 +30,7 @@ from trapetum.runtime.evaluate import perplexity
 
 WINDOW = 512
 _FOUR: dict[str, Any] = {"scheme": "ternary", "levels": 4, "group_size": 64, "effort": "high"}
-_KNOWN: dict[str, Any] = {"calibrate": None, "sequential": True}
+_KNOWN: dict[str, Any] = {"calibrate": None, "calib_tokens": 32768, "sequential": True}
 CASES: dict[str, tuple[dict[str, Any] | None, str | None]] = {  # quantize options, --gguf-type
     "as it is": (None, None),
     "F16": (None, "F16"),

@@ -186,7 +186,9 @@ def _infos(cursor: Cursor, count: int) -> list[_Info]:
         if dims > MAX_DIMS:
             raise FormatError(f"{cursor.where}: {what} has {dims} dimensions; at most {MAX_DIMS} are allowed")
         shape = tuple(cursor.number("Q", what) for _ in range(dims))[::-1]
-        if math.prod(n for n in shape if n) >= 1 << 56:  # an empty tensor may not be wide either: no array could
+        if (
+            math.prod(n for n in shape if n) >= 1 << 56
+        ):  # an empty tensor may not be wide either: no array could
             raise FormatError(
                 f"{cursor.where}: {what} has the shape {shape}; no file holds that many elements"
             )

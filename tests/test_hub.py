@@ -67,7 +67,9 @@ def test_a_path_wins(hub: dict[str, Any], tmp_path: Path) -> None:
 
 def test_a_hub_id_is_fetched(hub: dict[str, Any], tmp_path: Path) -> None:
     notes = Notes()
-    assert resolve_model("Org-1/Name_2.5", revision="v1", token=TOKEN, progress=notes) == tmp_path / "snapshot"
+    assert (
+        resolve_model("Org-1/Name_2.5", revision="v1", token=TOKEN, progress=notes) == tmp_path / "snapshot"
+    )
     assert resolve_model("gpt2") == tmp_path / "snapshot"
     (name, options), (second, _) = hub["calls"]
     assert (name, second) == ("Org-1/Name_2.5", "gpt2")

@@ -241,9 +241,7 @@ def test_a_rotation_is_undone(model: tuple[Path, dict[str, np.ndarray]], tmp_pat
 
 def test_plain_numbers_only_are_no_blocks_to_take_over(tmp_path: Path) -> None:
     write(tmp_path / "f16.gguf", types=dict.fromkeys(TYPES, "F16"))
-    with pytest.raises(
-        UnsupportedModelError, match="and none of 8 tensors is"
-    ):
+    with pytest.raises(UnsupportedModelError, match="and none of 8 tensors is"):
         trapetum.quantize_model(tmp_path / "f16.gguf", tmp_path / "out", scheme="asis")
     assert not (tmp_path / "out").exists()
 

@@ -2,11 +2,15 @@
 
 The relative error is ``||decoded - W||^2 / ||W||^2``. An artifact records it, and the recomputed one must agree; kept
 tensors must be equal bit for bit. A ``.cbk`` and a dense folder record nothing: there an error is only judged by size.
+
+A stack of experts, or a fused tensor, is compared with whatever tensors of the source hold its rows.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import decoded
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role, resolve, text_config
+from trapetum.models.config import parse_config
 from trapetum.progress import Progress
 from trapetum.runtime.checks import Check, blocks
 from trapetum.tensors import DenseTensor
@@ -50,16 +55,14 @@ def reconstruction(opened: TensorSource, source: TensorSource | None, progress: 
     """
     if source is None:
         return Check("reconstruction", None, None, "no source was given")
-    pairs, missing = _pairs(opened, source)
+    pairs, missing, otherwise = _pairs(opened, source)
     faults, errors = [f"{name}: is not in the source" for name in missing], []
     progress.begin("comparing weights", sum(math.prod(opened.shape(a)) for a, _ in pairs), "w")
-    for name, twin in pairs:
-        if opened.shape(name) != source.shape(twin):
-            faults.append(
-                f"{name}: shape {list(opened.shape(name))}, the source has {list(source.shape(twin))}"
-            )
+    for name, twins in pairs:
+        if fault := _shape_fault(opened, name, source, twins):
+            faults.append(f"{name}: {fault}")
             continue
-        error = _relative_error(opened, name, source, twin, progress)
+        error = _relative_error(opened, name, source, twins, progress)
         if opened.layout(name) != DenseTensor.layout:
             errors.append(error)
         if fault := _judge(opened, name, error):
@@ -70,7 +73,10 @@ def reconstruction(opened: TensorSource, source: TensorSource | None, progress: 
         turned = not isinstance(opened, Artifact) and len(faults) > len(pairs) / 2
         return Check("reconstruction", False, mean, listed(faults) + (_TURNED if turned else ""))
     detail = f"{len(pairs)} tensors; relative error of {len(errors)} quantized ones: mean {mean:.3e}"
-    return Check("reconstruction", True, mean, f"{detail}, largest {max(errors, default=0.0):.3e}")
+    detail += f", largest {max(errors, default=0.0):.3e}"
+    if otherwise:
+        detail += f"; not compared, for the source stores them in another form: {listed(otherwise)}"
+    return Check("reconstruction", True, mean, detail)
 
 
 def _judge(opened: TensorSource, name: str, error: float) -> str | None:
@@ -91,12 +97,38 @@ def _judge(opened: TensorSource, name: str, error: float) -> str | None:
     return None
 
 
-def _pairs(opened: TensorSource, source: TensorSource) -> tuple[list[tuple[str, str]], list[str]]:
-    """Names that mean the same tensor, by role where the architecture is known, else by name."""
+@dataclass(frozen=True)
+class _Twin:
+    """Where the source has the values of a tensor, or of some of its rows.
+
+    Parameters
+    ----------
+    name : str
+        In the source.
+    rows : slice, optional
+        Of the source's matrix form; all of them where left out.
+    own : slice, optional
+        The rows that they are of the tensor; all of them where left out.
+    """
+
+    name: str
+    rows: slice | None = None
+    own: slice | None = None
+
+
+def _pairs(
+    opened: TensorSource, source: TensorSource
+) -> tuple[list[tuple[str, list[_Twin]]], list[str], list[str]]:
+    """Tensors with their twins, by role where the architecture is known, else by name; what the source lacks; and what
+    it has in a form that rows cannot be told in."""
     arch = resolve(opened.config, any_architecture=True)
     theirs = set(source.names())
-    roles = resolve(source.config, any_architecture=True).index(theirs)
-    pairs, missing = [], []
+    family = resolve(source.config, any_architecture=True)
+    roles = family.index(theirs)
+    # Of some parts a family has several forms, of which a checkpoint has one.
+    known, stored = ({m.part for m in a.modules} for a in (family, family.settled(theirs)))
+    pairs: list[tuple[str, list[_Twin]]] = []
+    missing, otherwise = [], []
     for name in opened.names():
         role = arch.role(name)
         twin = roles.get(role) if role.part else None
@@ -105,10 +137,47 @@ def _pairs(opened: TensorSource, source: TensorSource) -> tuple[list[tuple[str, 
         if twin is None and name in theirs:
             twin = name
         if twin is not None:
-            pairs.append((name, twin))
+            pairs.append((name, [_Twin(twin)]))
+        elif twins := _pieces(opened, name, role, source, roles):
+            if all(twins):
+                pairs.append((name, [t for t in twins if t is not None]))
+            elif role.part in known - stored and not any(twins):
+                otherwise.append(name)
+            else:
+                missing.append(name)
         elif not _is_zero_bias(opened, name, role):
             missing.append(name)
-    return pairs, missing
+    return pairs, missing, otherwise
+
+
+def _pieces(
+    opened: TensorSource, name: str, role: Role, source: TensorSource, roles: Mapping[Role, str]
+) -> list[_Twin | None]:
+    """The twins of the parts of a matrix that the source may hold in other cuts; None where it lacks one."""
+    if not role.part or role.kind == "bias" or resolve(opened.config, any_architecture=True).any_architecture:
+        return []
+    mine, theirs = parse_config(opened.config), parse_config(source.config)
+    module = mine.architecture.module(role.part)
+    twins: list[_Twin | None] = []
+    for expert in range(mine.size("experts")) if module.stacked else (role.expert,):
+        for part, _ in module.parts:
+            own = mine.architecture.locate(mine, {role: name}, part, role.layer, expert=expert)
+            its = theirs.architecture.locate(theirs, roles, part, role.layer, expert=expert)
+            twins.append(_Twin(its.name, its.rows, own.rows) if own and its else None)
+    return twins
+
+
+def _cut(shape: tuple[int, ...], rows: slice | None) -> tuple[int, ...]:
+    """Shape of some rows of a tensor's matrix form; the tensor's own where all are meant."""
+    return shape if rows is None else (rows.stop - rows.start, shape[-1])
+
+
+def _shape_fault(opened: TensorSource, name: str, source: TensorSource, twins: Sequence[_Twin]) -> str | None:
+    for twin in twins:
+        mine, theirs = opened.shape(name), source.shape(twin.name)
+        if _cut(mine, twin.own) != _cut(theirs, twin.rows):
+            return f"shape {list(mine)}, the source has {list(theirs)}"
+    return None
 
 
 def _is_zero_bias(opened: TensorSource, name: str, role: Role) -> bool:
@@ -116,13 +185,24 @@ def _is_zero_bias(opened: TensorSource, name: str, role: Role) -> bool:
     return opened.kind == "cbk" and role.kind == "bias" and not opened.load(name).dequantize().any()
 
 
+def _blocks(opened: TensorSource, name: str, twins: Sequence[_Twin]) -> Iterator[tuple[slice, str, slice]]:
+    """(rows of the tensor, twin, its rows) in pieces of bounded size."""
+    for twin in twins:
+        for block in blocks(_cut(opened.shape(name), twin.own)):
+            own, its = (
+                slice(block.start + at, block.stop + at)
+                for at in (0 if rows is None else rows.start for rows in (twin.own, twin.rows))
+            )
+            yield own, twin.name, its
+
+
 def _relative_error(
-    opened: TensorSource, name: str, source: TensorSource, twin: str, progress: Progress
+    opened: TensorSource, name: str, source: TensorSource, twins: Sequence[_Twin], progress: Progress
 ) -> float:
     """``||decoded - W||^2 / ||W||^2`` in float64; infinite where W is zero and the decoded tensor is not."""
     error = norm = 0.0
-    for block in blocks(opened.shape(name)):
-        mine, theirs = opened.load(name, block), source.load(twin, block)
+    for block, twin, its in _blocks(opened, name, twins):
+        mine, theirs = opened.load(name, block), source.load(twin, its)
         if (
             isinstance(mine, DenseTensor)
             and isinstance(theirs, DenseTensor)
@@ -131,12 +211,13 @@ def _relative_error(
             progress.advance(mine.values.size)
             norm += 1.0
             continue
-        expected = decoded(source, twin, block).astype(np.float64)
+        expected = decoded(source, twin, its).astype(np.float64)
         error += float(np.sum(np.square(decoded(opened, name, block) - expected)))
         norm += float(np.sum(np.square(expected)))
         progress.advance(expected.size)
     opened.release(name)
-    source.release(twin)
+    for twin in {t.name for t in twins}:
+        source.release(twin)
     if norm:
         return error / norm
     return math.inf if error else 0.0
