@@ -49,10 +49,11 @@ class Weighted:
         self._upper: Floats | None = None
         self._order = np.arange(in_features // GROUP)
         if isinstance(importance, Hessian):
-            factor = importance.shared(GROUP, ordered=True)
+            damping = importance.refined_damping
+            factor = importance.shared(GROUP, ordered=True, damping=damping)
             self._order = importance.falling(GROUP)
             self._upper, pivots = factor.upper, factor.pivots
-            self._moment: NDArray[Any] = importance.shared_damped()
+            self._moment: NDArray[Any] = importance.shared_damped(damping=damping)
         else:
             mean = float(importance.mean(dtype=np.float64))
             weights = np.maximum(importance, _LEAST * mean) if mean > 0 else np.ones(in_features, np.float32)

@@ -41,6 +41,7 @@ MIN_TOKENS = 2
 
 _ENOUGH, _FEW = 16.0, 4.0  # tokens for each input: least damping from the first on, most up to the second
 _LEAST, _MOST = 0.01, 0.1
+_REFINED = 0.1
 _ATTEMPTS = 6
 
 
@@ -146,6 +147,15 @@ class Hessian:
     def order(self) -> NDArray[np.intp]:
         """Inputs by falling mean square: what matters most is coded first, while the rest can still make up for it."""
         return self.falling(1)
+
+    @property
+    def refined_damping(self) -> float:
+        """Damping for what is refined under the moment: what follows it closely follows it too closely.
+
+        KL of a Llama of 18 M parameters, 131,072 tokens: codebooks of 4 bits at effort high 0.0249 with 0.01, 0.0233 to
+        0.0238 with 0.06 to 0.2, 0.0245 with 0.5; additive 2x8 0.393 with 0.01, 0.375 with 0.1.
+        """
+        return max(_REFINED, damping_for(self.tokens, self.in_features))
 
     def falling(self, group: int) -> NDArray[np.intp]:
         """Groups of neighbouring inputs by falling mean square, intp [in_features // group]."""
