@@ -21,7 +21,7 @@ from trapetum.formats.source import TensorSource
 from trapetum.models.config import ModelConfig
 from trapetum.models.qwen_next import DELTA, LINEAR, DeltaOptions
 from trapetum.runtime.delta import DeltaHeads
-from trapetum.tensors import DenseTensor, QuantizedTensor
+from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor
 
 __all__ = ["DeltaView", "delta_pairs", "delta_sizes", "stored_deltas"]
 
@@ -75,6 +75,8 @@ class DeltaView(StackedExperts):
         tensor, part = super().load(name, rows), delta_part(name)
         columns = self.sizes.columns(part)
         if columns is not None:
+            if isinstance(tensor, BlockTensor) and self.sizes.cuts(part, tensor.block_type.block_size):
+                tensor = DenseTensor(tensor.dequantize())
             tensor = take_columns(tensor, columns)
         if part in ("A_log", "dt_bias") and isinstance(tensor, DenseTensor):
             order = self.sizes.rows(part)
@@ -84,6 +86,19 @@ class DeltaView(StackedExperts):
         if part == "conv1d" and isinstance(tensor, DenseTensor):
             tensor = DenseTensor(tensor.values.reshape(-1, tensor.values.shape[-1]))
         return tensor
+
+    def cut_type(self, name: str) -> str | None:
+        """Type of the blocks that are cut where heads change places, so that values alone are left; None for others."""
+        part = delta_part(name)
+        if self.sizes.columns(part) is None or super().layout(name) != BlockTensor.layout:
+            return None
+        first = super().load(name, slice(0, 1))
+        is_cut = isinstance(first, BlockTensor) and self.sizes.cuts(part, first.block_type.block_size)
+        return first.type if isinstance(first, BlockTensor) and is_cut else None
+
+    def layout(self, name: str) -> str:
+        """Layout of what :meth:`load` gives."""
+        return super().layout(name) if self.cut_type(name) is None else DenseTensor.layout
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype; float32 of rates."""

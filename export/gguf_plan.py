@@ -12,7 +12,7 @@ import numpy as np
 
 from trapetum.blocktypes import BLOCK_TYPES
 from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
-from trapetum.export.deltas import delta_pairs, delta_sizes, stored_deltas
+from trapetum.export.deltas import DeltaView, delta_pairs, delta_sizes, stored_deltas
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
 from trapetum.export.gguf_experts import expert_faults, expert_pairs
@@ -241,6 +241,13 @@ class _Planner:
             job.kind = BLOCK_TYPES[self.asked]
             if rotated:
                 self._refuse_rotated(name, self.asked)
+        elif isinstance(self.artifact, DeltaView) and (cut := self.artifact.cut_type(name)) is not None:
+            self.fitted += 1
+            job.kind = BLOCK_TYPES[cut if cut in FITTED_NAMES else "Q8_0"]
+            job.action, job.row.action = "fit", "quantized"
+            job.row.detail = f" ({cut} blocks do not hold whole heads, which change places)"
+            if self.source is not None:
+                job.origin = (self.source, same_tensor(self.source, self.arch, role, self.artifact, name))
         elif layout == DenseTensor.layout:
             plain = {np.dtype(t.dtype): t for t in map(BLOCK_TYPES.__getitem__, PLAIN_NAMES)}
             dtype = self.artifact.dtype(name)

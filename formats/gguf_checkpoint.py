@@ -192,7 +192,9 @@ class GgufCheckpoint:
         types = Counter(
             info.type_name
             for name, info in self.source.records.items()
-            if self.source.layout(name) != DenseTensor.layout or name in self._rotated
+            if self.source.layout(name) != DenseTensor.layout
+            or name in self._rotated
+            or (info.type is not None and info.type.dtype is None)
         )
         said = []
         if types:

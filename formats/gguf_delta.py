@@ -145,6 +145,17 @@ class DeltaSizes:
             return None
         return (self.heads[:, None] * self.value_dim + np.arange(self.value_dim)).reshape(-1)
 
+    def cuts(self, part: str, unit: int) -> bool:
+        """Whether columns that are stored in units of so many would have to part to change places.
+
+        Examples
+        --------
+        >>> DeltaSizes(2, 4, 64, 128, True).cuts("out_proj", 256), DeltaSizes(2, 4, 64, 128, True).cuts("out_proj", 128)
+        (True, False)
+        """
+        columns = self.columns(part)
+        return columns is not None and _units(columns, unit) is None
+
     def shape(self, part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The checkpoint's shape of a file's tensor."""
         return (shape[0], 1, shape[1]) if part == "conv1d" and len(shape) == 2 else shape
@@ -174,6 +185,8 @@ class DeltaSizes:
             elif isinstance(stored, DenseTensor):
                 stored = DenseTensor(stored.values[back])
         if columns is not None:
+            if isinstance(stored, BlockTensor) and self.cuts(part, stored.block_type.block_size):
+                stored = DenseTensor(stored.dequantize())
             stored = take_columns(stored, np.argsort(columns))
         if isinstance(stored, DenseTensor) and stored.values.shape != shape:
             stored = DenseTensor(stored.values.reshape(shape))
@@ -202,18 +215,25 @@ def take_columns(tensor: QuantizedTensor, order: NDArray[np.intp]) -> QuantizedT
     return mover(tensor, order)
 
 
-def _units(order: NDArray[np.intp], size: int, what: str) -> NDArray[np.intp]:
-    """The order of units of ``size`` columns."""
+def _units(order: NDArray[np.intp], size: int) -> NDArray[np.intp] | None:
+    """The order of units of ``size`` columns; None where units would be cut."""
     units = order.reshape(-1, size) if order.size % size == 0 else order[:, None]
     if (
         units.shape[1] != size
         or (units != units[:, :1] + np.arange(size)).any()
         or (units[:, 0] % size).any()
     ):
+        return None
+    return units[:, 0] // size
+
+
+def _whole_units(order: NDArray[np.intp], size: int, what: str) -> NDArray[np.intp]:
+    units = _units(order, size)
+    if units is None:
         raise FormatError(
             f"heads are no whole {what} of {size} columns, and would have to be cut to change places"
         )
-    return units[:, 0] // size
+    return units
 
 
 def _codebook(tensor: CodebookTensor, order: NDArray[np.intp]) -> QuantizedTensor:
@@ -221,20 +241,20 @@ def _codebook(tensor: CodebookTensor, order: NDArray[np.intp]) -> QuantizedTenso
 
 
 def _ternary(tensor: TernaryTensor, order: NDArray[np.intp]) -> QuantizedTensor:
-    groups = _units(order, tensor.group_size, "groups")
+    groups = _whole_units(order, tensor.group_size, "groups")
     codes, scales = (np.ascontiguousarray(a) for a in (tensor.codes[:, order], tensor.scales[:, groups]))
     return TernaryTensor(codes, scales, tensor.levels, tensor.rotation, tensor.shape)
 
 
 def _blocks(tensor: BlockTensor, order: NDArray[np.intp]) -> QuantizedTensor:
-    units = _units(order, tensor.block_type.block_size, f"blocks of {tensor.type}")
+    units = _whole_units(order, tensor.block_type.block_size, f"blocks of {tensor.type}")
     size = tensor.block_type.type_size
     moved = tensor.blocks.reshape(tensor.rows, -1, size)[:, units]
     return BlockTensor(tensor.type, np.ascontiguousarray(moved.reshape(tensor.rows, -1)), tensor.shape)
 
 
 def _additive(tensor: AdditiveTensor, order: NDArray[np.intp]) -> QuantizedTensor:
-    groups = _units(order, 8, "groups")
+    groups = _whole_units(order, 8, "groups")
     codes = np.ascontiguousarray(tensor.codes[:, groups])
     return AdditiveTensor(codes, tensor.codebooks, tensor.scales, tensor.shape)
 

@@ -206,6 +206,9 @@ class GgufSource:
         kind = self._find(name)[1].type
         if name in self._scales:
             return TernaryTensor.layout if kind is not None and kind.name in _TERNARY else DenseTensor.layout
+        if kind is not None and (part := delta_part(name)) and self._delta is not None:
+            if self._delta.cuts(part, kind.block_size):
+                return DenseTensor.layout
         return DenseTensor.layout if kind is not None and kind.dtype is not None else BlockTensor.layout
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:

@@ -100,6 +100,34 @@ def test_rotated_ternary_file_is_read_run_and_written_again(tmp_path, tiny_model
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_blocks_wider_than_a_head_are_searched_again_and_read_back(tmp_path, tiny_model, llama_cpp):
+    """Value heads of 64 in blocks of 256, as 128 in most files of 4 bits: no order of heads keeps the blocks."""
+    model = tiny_model("qwen3_5_text", edit=rates, **COMMON)
+    trapetum.quantize_model(model, tmp_path / "art", scheme="gguf:Q4_K")
+    name, path = "model.layers.0.linear_attn.out_proj.weight", tmp_path / "x.gguf"
+    with trapetum.export.plan_export(tmp_path / "art", "gguf", path) as plan:
+        plan.write()
+        (row,) = [r for r in plan.rows if r.name == "blk.0.ssm_out.weight"]
+    assert row.action == "quantized"
+    assert 0 < row.relative_error < 1e-2  # what Q4_K adds to values that were Q4_K in another order
+    with GgufFile.open(path) as file:
+        assert file.tensors["blk.0.ssm_out.weight"].type_name == "Q4_K"
+    with open_source(path) as ours, trapetum.open_artifact(tmp_path / "art") as art:
+        assert ours.layout(name) == "dense"
+        got, expected = ours.load(name).dequantize(), art[name].dequantize()
+        error = ((got - expected) ** 2).sum() / (expected**2).sum()
+        assert error == pytest.approx(row.relative_error, rel=1e-3)
+        np.testing.assert_array_equal(ours.load(name, slice(3, 5)).dequantize(), got[3:5])
+    with trapetum.load(path) as a:
+        expected = log_softmax(a.logits(IDS)[-1])
+    got = llama_cpp(path).log_probabilities(IDS)
+    assert np.abs(got - expected).max() < 2e-2 * np.abs(expected).max()
+    report = trapetum.quantize_model(path, tmp_path / "again", scheme="asis")
+    assert not any(r.name == name and r.quantized for r in report.rows)
+    with trapetum.open_artifact(tmp_path / "again") as again, open_source(path) as ours:
+        np.testing.assert_array_equal(again[name].dequantize(), ours.load(name).dequantize())
+
+
 def test_ternary_heads_that_are_no_whole_groups_are_refused(tmp_path, tiny_model):
     model = tiny_model("qwen3_5_text", edit=rates, **COMMON)  # value heads of 64, groups of 128
     trapetum.quantize_model(model, tmp_path / "art", scheme="ternary")
