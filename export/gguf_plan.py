@@ -129,6 +129,7 @@ class _Planner:
         )
         self.rotation: HadamardRotation | None = None  # of the folded tensors, all the same
         self.faults: list[str] = []
+        self.misfits: list[str] = []  # faults that another type would not have
         self.notes: list[str] = []
         self.fitted = 0
         self.folded: list[str] = []
@@ -140,10 +141,12 @@ class _Planner:
         self.faults += attention_faults(self.config, str(self.arch.gguf))
         self.faults += expert_faults(self.config, str(self.arch.gguf))
         self.faults += latent_faults(self.config)
-        if self.faults:
+        if faults := self.faults + self.misfits:
             raise UnsupportedModelError(
-                f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(self.faults)}",
-                hint="Choose another --gguf-type (F16 and F32 hold any weights that are not rotated), or export to hf.",
+                f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(faults)}",
+                hint="Export to hf instead."
+                if self.faults
+                else "Choose another --gguf-type (F16 and F32 hold any weights that are not rotated), or export to hf.",
             )
         files = {p.name: p for p in self.artifact.side_files()}
         text = text_config(self.artifact.config)
@@ -271,11 +274,11 @@ class _Planner:
             return
         fit = ternary_fit(self.artifact, name, job.kind)
         if fit.problem:
-            self.faults.append(f"{name} as {asked}: {fit.problem}")
+            self.misfits.append(f"{name} as {asked}: {fit.problem}")
         elif fit.common_scale is not None and (
             role.kind in ("embed", "head") or role.part.startswith("experts_")
         ):
-            self.faults.append(
+            self.misfits.append(
                 f"{name} as {asked}: its scale is no float16, and engines read none beside this tensor"
             )
         job.common_scale = fit.common_scale
@@ -304,7 +307,7 @@ class _Planner:
 
     # ------------------------------------------------------------------ rotation
     def _refuse_rotated(self, name: str, asked: str) -> None:
-        self.faults.append(
+        self.misfits.append(
             f"{name} is rotated (Hadamard), and a stock engine would load it as {asked} without undoing that; "
             "PQ2_0 and PTQ1_0 can be asked for"
         )

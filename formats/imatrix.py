@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from trapetum.errors import FormatError
 from trapetum.formats.gguf import GgufFile
 from trapetum.formats.gguf_header import MAGIC
-from trapetum.formats.gguf_names import gguf_name, hf_name
+from trapetum.formats.gguf_names import FAMILIES, gguf_name, hf_name
 from trapetum.formats.gguf_values import ValueType
 from trapetum.formats.gguf_writer import GgufWriter
 from trapetum.formats.safetensors import SafetensorsFile
@@ -54,6 +54,8 @@ _MOST_TOKENS = 10**18
 
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_(exps|shexp)\.weight$")
 _HF_EXPERT = re.compile(r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
+# The columns of ssm_out lie in another order in most files, k_b is multiplied from its other side.
+_OTHER_INPUTS = re.compile(r"\.(linear_attn\.out_proj|self_attn\.[kv]_b_proj)\.")
 _HF_STACK = re.compile(
     r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate|up|down|gate_up)_proj(\.weight)?$"
 )
@@ -74,7 +76,14 @@ def _located(name: str) -> tuple[str, int | None]:
     if found := _HF_SHARED.match(name):
         return f"blk.{found[2]}.ffn_{found[3]}_shexp.weight", 0
     prefixed = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-    return gguf_name(prefixed) or name, 0
+    return gguf_name(prefixed) or _family_name(prefixed) or name, 0
+
+
+def _family_name(name: str) -> str | None:
+    """The name that some family has for a weight, where its inputs in the engine are those of the checkpoint."""
+    if _OTHER_INPUTS.search(name):
+        return None
+    return next((found for f in FAMILIES.values() if (found := gguf_name(name, f))), None)
 
 
 class InputStatistics(ABC):

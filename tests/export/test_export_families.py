@@ -143,8 +143,9 @@ REFUSED = {
 def test_what_engines_would_compute_otherwise_is_refused_before_work(case, tiny_model, tmp_path):
     family, options, reason = REFUSED[case]
     folder = tiny_model(family, **SMALL | MODELS[family] | options)
-    with pytest.raises(UnsupportedModelError, match=reason):
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
         export_artifact(folder, "gguf", tmp_path / "m.gguf", gguf_type="F32")
+    assert caught.value.hint == "Export to hf instead."  # no type of GGUF helps
     assert not (tmp_path / "m.gguf").exists()
     assert logits(folder).shape == (len(IDS), 512)  # it runs here
 

@@ -169,3 +169,37 @@ def test_refuses_a_moment_with_nan(tmp_path: Path) -> None:
         writer.write([Q], np.array([[1.0, np.nan], [np.nan, 1.0]]), 5)
     with open_statistics(tmp_path / "m") as file, pytest.raises(FormatError, match="2 NaN"):
         file.moment(Q, 2)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [
+        ("PHI3", "self_attn.qkv_proj"),
+        ("PHI3", "mlp.gate_up_proj"),
+        ("DEEPSEEK2", "self_attn.q_a_proj"),
+        ("DEEPSEEK2", "self_attn.q_b_proj"),
+        ("DEEPSEEK2", "self_attn.kv_a_proj_with_mqa"),
+        ("QWEN35", "linear_attn.in_proj_qkv"),
+        ("QWEN35", "linear_attn.in_proj_z"),
+    ],
+)
+def test_weights_that_only_some_families_have(arch: str, name: str, tmp_path: Path) -> None:
+    """Named as gguf-py names them, so that llama.cpp's file for such a model is used whole, and ours by llama.cpp."""
+    gguf = pytest.importorskip("gguf")
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], 4)
+    weight = f"model.layers.3.{name}.weight"
+    theirs = table.get_name(weight, try_suffixes=(".weight",))
+    squares = np.arange(4, dtype=np.float64)
+    assert write_imatrix(tmp_path / "ours.gguf", {weight: (squares, 2)}) == []
+    reader = gguf.GGUFReader(tmp_path / "ours.gguf")
+    assert sorted(t.name for t in reader.tensors) == [f"{theirs}.counts", f"{theirs}.in_sum2"]
+    with open_statistics(tmp_path / "ours.gguf") as file:
+        found = file.diagonal(weight, 4)
+        assert found is not None
+        np.testing.assert_array_equal(found, squares / 2)
+
+
+@pytest.mark.parametrize("name", ["linear_attn.out_proj", "self_attn.k_b_proj", "self_attn.kv_b_proj"])
+def test_weights_whose_inputs_differ_in_an_engine_are_left_out(name: str, tmp_path: Path) -> None:
+    weight = f"model.layers.3.{name}.weight"
+    assert write_imatrix(tmp_path / "x.gguf", {weight: (np.ones(4), 2), Q: (np.ones(4), 2)}) == [weight]
