@@ -22,7 +22,7 @@ import numpy as np
 from trapetum.errors import CheckpointError, UnsupportedModelError
 from trapetum.formats.decoded import decoded
 from trapetum.formats.gguf import GgufFile
-from trapetum.formats.gguf_source import GgufSource
+from trapetum.formats.gguf_source import GgufSource, gguf_file
 from trapetum.formats.strict_json import shown
 from trapetum.tensors import BlockTensor, DenseTensor
 
@@ -37,12 +37,8 @@ _CARD = {  # metadata -> key of a model card
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a file that begins as a GGUF does."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(4) == b"GGUF"
-    except (OSError, ValueError):  # a folder, nothing at all, a NUL in the name
-        return False
+    """Whether a path is a file that begins as a GGUF does, or a folder that holds one model of that kind alone."""
+    return gguf_file(path) is not None
 
 
 class GgufCheckpoint:

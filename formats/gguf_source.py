@@ -40,11 +40,28 @@ from trapetum.formats.strict_json import shown
 from trapetum.rotation import HadamardRotation
 from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor, TernaryTensor, matrix_shape
 
-__all__ = ["GgufSource"]
+__all__ = ["GgufSource", "gguf_file"]
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _TERNARY = ("TQ1_0", "TQ2_0", "Q2_0", "PQ2_0", "PTQ1_0")
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+def gguf_file(path: str | os.PathLike[str]) -> Path | None:
+    """The GGUF that a path means: the file, or in a folder without safetensors the only model; None for all else."""
+    path = Path(path)
+    try:
+        if path.is_dir():
+            found = {p.name: p for p in sorted(path.iterdir()) if p.suffix in (".gguf", ".safetensors")}
+            splits = {n: m for n in found if (m := _SPLIT_NAME.fullmatch(n))}
+            models = {splits[n]["stem"] if n in splits else n: p for n, p in reversed(found.items())}
+            if len(models) != 1:
+                return None
+            (path,) = models.values()
+        with path.open("rb") as file:
+            return path if file.read(4) == b"GGUF" else None
+    except (OSError, ValueError):  # nothing at all, a NUL in the name
+        return None
 
 
 class GgufSource:
@@ -129,7 +146,7 @@ class GgufSource:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, mmap: bool = True) -> Self:
-        """Open a model; of a split one, any file names it.
+        """Open a model; of a split one, any file names it, and so does a folder with nothing else.
 
         Raises
         ------
@@ -138,7 +155,7 @@ class GgufSource:
         UnsupportedModelError
             If the model is of a kind that cannot be read.
         """
-        path = Path(path)
+        path = gguf_file(path) or Path(path)
         files: list[GgufFile] = []
         try:
             for part in _parts(path):

@@ -143,7 +143,11 @@ def _is_cbk(path: Path, folder: bool, head: bytes) -> bool:
 
 
 def _is_gguf(path: Path, folder: bool, head: bytes) -> bool:
-    return head[:4] == b"GGUF"
+    if not folder:
+        return head[:4] == b"GGUF"
+    from trapetum.formats.gguf_source import gguf_file
+
+    return gguf_file(path) is not None
 
 
 def _is_planes(path: Path, folder: bool, head: bytes) -> bool:
@@ -159,7 +163,7 @@ def _is_checkpoint(path: Path, folder: bool, head: bytes) -> bool:
 KINDS = (
     Kind("artifact", "a folder that `trapetum quantize` wrote", _is_artifact, _open_artifact),
     Kind("cbk", "a .cbk file, or a folder that holds model.cbk", _is_cbk, _open_cbk),
-    Kind("gguf", "a .gguf file", _is_gguf, _open_gguf),
+    Kind("gguf", "a .gguf file, or a folder that holds one", _is_gguf, _open_gguf),
     Kind("planes", "a folder that holds planes.json", _is_planes, _open_planes),
     Kind("checkpoint", "a Hugging Face folder or a .safetensors file", _is_checkpoint, _open_checkpoint),
 )

@@ -393,12 +393,23 @@ def test_an_export_is_not_quantized_again(format: str, artifact: Path, tmp_path:
     assert not (tmp_path / "again").exists()
 
 
-def test_the_folder_of_a_gguf_names_the_file(demo_model: Path, tmp_path: Path) -> None:
-    assert _run("export", demo_model, "--format", "gguf", "-o", tmp_path / "g").exit_code == 0
-    (file,) = (tmp_path / "g").glob("*.gguf")
-    result = _run("inspect", tmp_path / "g")
+@pytest.mark.parametrize("split", [(), ("--max-shard-size", "1M")])
+def test_a_folder_that_holds_one_gguf_is_that_model(
+    split: tuple[str, ...], demo_model: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "g"
+    assert _run("export", demo_model, "--format", "gguf", "-o", folder, *split).exit_code == 0
+    first, *others = sorted(folder.glob("*.gguf"))
+    assert bool(others) == bool(split)
+    assert _json("inspect", folder) == {**_json("inspect", first), "path": str(folder)}
+    assert _run("verify", folder, "--source", demo_model).exit_code == 0
+    assert _run("quantize", folder, "-o", tmp_path / "a", "--dry-run").exit_code == 0
+    shutil.copy(first, folder / "other.gguf")  # two models: which one is meant must be said
+    result = _run("verify", folder)
+    assert result.exit_code == 3
+    result = _run("inspect", folder)
     assert result.exit_code == 1
-    assert f"hint: Name the file itself: {file}" in result.stderr
+    assert f"hint: Name the file itself: {first}" in result.stderr
 
 
 def test_verify_says_what_the_source_of_a_turned_export_is(demo_model: Path, tmp_path: Path) -> None:
