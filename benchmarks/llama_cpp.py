@@ -25,7 +25,7 @@ import numpy as np
 import xllamacpp
 
 import trapetum
-from trapetum.export import plan_export
+from trapetum.export import export_artifact, plan_export
 from trapetum.runtime.evaluate import perplexity
 
 WINDOW = 512
@@ -129,6 +129,8 @@ def main(model: str, text: str, count: int, chosen: list[str], calibrate: str | 
                     options = {**options, "calibrate": calibrate}
                 source = Path(folder, "artifact")
                 trapetum.quantize_model(model, source, **options)
+                if kind == "F32":  # a stock engine cannot turn inputs: the rotation is undone in the weights
+                    source = export_artifact(source, "hf", Path(folder, "dense"))
             target = Path(folder, "m.gguf")
             with plan_export(source, "gguf", target, gguf_type=kind, source=original_weights) as plan:
                 path, size = plan.write(), plan.size
