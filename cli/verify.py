@@ -40,6 +40,7 @@ def verify(
     Integrity (checksums, headers, values), the compiled decoders, the reconstruction error against the source, then
     the logits.
     """
+    only_with(context, source is not None, "--source", "text")
     only_with(context, source is not None and text is not None, "--source and --text", "ctx", "device")
     from trapetum.hub import resolve_model
     from trapetum.runtime.verify import verify_path

@@ -198,7 +198,7 @@ class GgufCheckpoint:
                 f"{kind} ({count} {'tensor' if count == 1 else 'tensors'})"
                 for kind, count in types.most_common()
             )
-            said.append(f"{self.path.name}: weights are dequantized from {counts}; what that lost stays lost")
+            said.append(f"{self.path.name}: weights come from {counts}; what that lost stays lost")
         if self._rotated:
             said.append(
                 f"{self.path.name}: the rotation of {len(self._rotated)} tensors is undone; "

@@ -329,6 +329,7 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
         ("compare MODEL MODEL --text TEXT", "--experts cpu"),
         ("verify MODEL", "--device cuda"),
         ("verify MODEL --source MODEL", "--ctx 64"),
+        ("verify MODEL", "--text TEXT"),
         ("bench --device cuda", "--model MODEL"),
         ("bench --device cuda", "--cpu-time"),
     ],

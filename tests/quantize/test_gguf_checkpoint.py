@@ -128,7 +128,7 @@ def test_a_checkpoint_in_all_but_the_files(model: tuple[Path, dict[str, np.ndarr
             "config.json", "tokenizer.json", "tokenizer_config.json",
         }  # fmt: skip
         (note,) = source.notes
-        assert "dequantized from Q4_1 (2 tensors), Q8_0 (1 tensor)" in note
+        assert "weights come from Q4_1 (2 tensors), Q8_0 (1 tensor)" in note
     assert not folder.exists()
 
 
