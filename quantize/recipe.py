@@ -269,6 +269,11 @@ def resolve_recipe(
     RecipeError
         If an option or the recipe is wrong, or asks for what is not available.
     """
+    if bits == TERNARY_BITS and scheme not in (None, Ternary.name):
+        raise RecipeError(
+            f"bits is {bits}, which means ternary, and scheme is {scheme}",
+            hint="Leave one of them out, or give the size as --target-bpw.",
+        )
     if bits == TERNARY_BITS and scheme in (None, Ternary.name):
         bits, scheme = None, Ternary.name
     if bits == ADDITIVE_BITS and scheme is None:

@@ -150,7 +150,7 @@ def test_source_offers_the_files_until_it_is_closed(tmp_path: Path) -> None:
     with GgufWriter(tmp_path / "m.gguf") as writer:
         writer.add("general.architecture", "llama")
         sizes = {
-            "embedding_length": 8, "block_count": 0, "feed_forward_length": 8, "context_length": 8,
+            "embedding_length": 8, "block_count": 1, "feed_forward_length": 8, "context_length": 8,
             "attention.head_count": 1,
         }  # fmt: skip
         for key, value in sizes.items():

@@ -59,7 +59,7 @@ def test_1_58_bits_mean_ternary() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"bits": 1.58, "scheme": "kmeans"}, r"bits is 1\.58; allowed: 2, 3, 4"),
+        ({"bits": 1.58, "scheme": "kmeans"}, r"bits is 1\.58, which means ternary, and scheme is kmeans"),
         ({"bits": 4, "scheme": "ternary"}, "bits is 4, but scheme ternary has no bits"),
         ({"levels": 4}, "levels: no rule of this recipe has scheme ternary"),
         ({"bits": 4, "group_size": 64, "hadamard": True}, "group_size, hadamard: no rule"),
