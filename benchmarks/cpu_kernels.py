@@ -22,10 +22,10 @@ from typing import Any
 
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # before NumPy: see cli/bench.py
 
-from trapetum.cli.bench import text  # noqa: E402
-from trapetum.runtime.bench import bench_cpu  # noqa: E402
-from trapetum.runtime.bench_cases import BLAS, SCHEMES  # noqa: E402
-from trapetum.runtime.bench_llama import LLAMA_TYPES  # noqa: E402
+from trapetum.cli.bench import text
+from trapetum.runtime.bench import bench_cpu
+from trapetum.runtime.bench_cases import BLAS, SCHEMES
+from trapetum.runtime.bench_llama import LLAMA_TYPES
 
 SHAPES = ("4096x4096", "11008x4096", "4096x11008", "32000x4096")
 # tokens -> (ours, against, least ratio)
