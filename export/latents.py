@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.export.stacks import StackedExperts
+from trapetum.export.view import SourceView
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import decoded, rotation_of
 from trapetum.formats.source import TensorSource
@@ -43,7 +43,7 @@ class _Record:
         return math.prod(self.shape)
 
 
-class LatentView(ABC):
+class LatentView(SourceView, ABC):
     """A source in which some tensors are made of others; implements ``TensorSource``.
 
     Parameters
@@ -62,9 +62,8 @@ class LatentView(ABC):
     def __init__(
         self, source: TensorSource, options: LatentOptions, made: dict[str, tuple[str, ...]]
     ) -> None:
-        self.source, self.options, self.made = source, options, made
-        self.path: Path = source.path
-        self.kind, self.config, self.notes = source.kind, source.config, source.notes
+        super().__init__(source)
+        self.options, self.made = options, made
         self._hidden = {origin for origins in made.values() for origin in origins}
         self.records: dict[str, Any] = (
             dict(source.records) if isinstance(source, Artifact | StackedExperts) else {}
@@ -139,24 +138,6 @@ class LatentView(ABC):
             self.source.release(origin)
         if name not in self.made:
             self.source.release(name, rows)
-
-    def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, where there is one."""
-        return self.source.tokenizer_file()
-
-    def side_files(self) -> list[Path]:
-        """Config, tokenizer and generation files."""
-        return self.source.side_files()
-
-    def close(self) -> None:
-        """Close all files."""
-        self.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 class _Split(LatentView):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from trapetum.errors import CheckpointError
+from trapetum.export.view import SourceView
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.source import TensorSource
@@ -58,7 +58,7 @@ class StackRecord:
         return math.prod(self.shape)
 
 
-class StackedExperts:
+class StackedExperts(SourceView):
     """A source with stacks in place of experts; implements ``TensorSource``.
 
     Parameters
@@ -76,9 +76,8 @@ class StackedExperts:
     def __init__(
         self, source: TensorSource, stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]]
     ) -> None:
-        self.source, self._stacks = source, stacks
-        self.path: Path = source.path
-        self.kind, self.config, self.notes = source.kind, source.config, source.notes
+        super().__init__(source)
+        self._stacks = stacks
         self._within = {p.name: name for name, (_, pieces) in stacks.items() for p in pieces}
         self._layouts: dict[str, str] = {}
         self.records: dict[str, Any] = (
@@ -136,24 +135,6 @@ class StackedExperts:
             self.source.release(piece.name)
         if name not in self._stacks:
             self.source.release(name, rows)
-
-    def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, where there is one."""
-        return self.source.tokenizer_file()
-
-    def side_files(self) -> list[Path]:
-        """Config, tokenizer and generation files."""
-        return self.source.side_files()
-
-    def close(self) -> None:
-        """Close all files."""
-        self.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _cut(self, name: str, start: int, stop: int) -> Iterator[Piece]:
         """The stored rows behind rows ``start`` to ``stop`` of a stack."""

@@ -8,12 +8,12 @@ quantized (``formats.packed_mxfp4``).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.export.view import SourceView
 from trapetum.formats.decoded import decoded, rotation_of
 from trapetum.formats.packed_mxfp4 import is_gpt_oss
 from trapetum.formats.source import TensorSource
@@ -39,7 +39,7 @@ class _Turned:
     names: tuple[str, ...]
 
 
-class UnstackedExperts:
+class UnstackedExperts(SourceView):
     """A source with a checkpoint's own tensors in place of stacks; implements ``TensorSource``.
 
     Parameters
@@ -53,9 +53,8 @@ class UnstackedExperts:
     def __init__(
         self, source: TensorSource, made: dict[str, tuple[tuple[int, ...], _Rows | _Turned]], names: list[str]
     ) -> None:
-        self.source, self._made, self._names = source, made, names
-        self.path: Path = source.path
-        self.kind, self.config, self.notes = source.kind, source.config, source.notes
+        super().__init__(source)
+        self._made, self._names = made, names
         self._expert: tuple[tuple[str, int], NDArray[np.float32]] | None = (
             None  # the last one that was turned
         )
@@ -100,24 +99,6 @@ class UnstackedExperts:
             self.source.release(self._origin(name))
         else:
             self.source.release(name, rows)
-
-    def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, where there is one."""
-        return self.source.tokenizer_file()
-
-    def side_files(self) -> list[Path]:
-        """Config, tokenizer and generation files."""
-        return self.source.side_files()
-
-    def close(self) -> None:
-        """Close all files."""
-        self.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _origin(self, name: str) -> str:
         if name not in self._made:
