@@ -148,8 +148,8 @@ def delta_pairs(config: ModelConfig, source: TensorSource) -> Mapping[str, KeyVa
     }
     linear = [kind == LINEAR for kind in config.layer_types]
     interval = next((i + 1 for i, one in enumerate(linear) if not one), len(linear))
-    pairs = {key: KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
-    pairs["full_attention_interval"] = KeyValue(interval, ValueType.UINT32)
+    pairs = {key: KeyValue.count(value) for key, value in counts.items()}
+    pairs["full_attention_interval"] = KeyValue.count(interval)
     pairs["attention.recurrent_layers"] = KeyValue(linear, ValueType.ARRAY, ValueType.BOOL)
     if DELTA_FAMILIES[str(config.architecture.gguf)]:
         pairs["rope.dimension_sections"] = KeyValue(_SECTIONS, ValueType.ARRAY, ValueType.INT32)

@@ -199,13 +199,16 @@ def attention_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:
     """Keys about windows, caps and positions, without the family's name."""
     rule = _rule(family)
     full, local = _ropes(config)
-    pairs = {"rope.dimension_count": _count(config.rotary_dim), "rope.freq_base": _number(full.theta)}
+    pairs = {
+        "rope.dimension_count": KeyValue.count(config.rotary_dim),
+        "rope.freq_base": KeyValue.number(full.theta),
+    }
     if rule.local == "own" and local != full:
-        pairs["rope.freq_base_swa"] = _number(local.theta)
+        pairs["rope.freq_base_swa"] = KeyValue.number(local.theta)
     pairs |= _scaling_pairs(full)
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
         if cap is not None:
-            pairs[f"{name}_logit_softcapping"] = _number(cap)
+            pairs[f"{name}_logit_softcapping"] = KeyValue.number(cap)
     return pairs | _window_pairs(config, rule)
 
 
@@ -220,28 +223,35 @@ def _window_pairs(config: ModelConfig, rule: _Rule) -> dict[str, KeyValue]:
     if window is None and not rule.default_window:
         return pairs
     if window is not None:
-        pairs["attention.sliding_window"] = _count(window)
+        pairs["attention.sliding_window"] = KeyValue.count(window)
     if has != usual:
         pairs["attention.sliding_window_pattern"] = KeyValue(has, ValueType.ARRAY, ValueType.BOOL)
     return pairs
 
 
 def _scaling_pairs(rope: Rope) -> dict[str, KeyValue]:
-    original = {"rope.scaling.original_context_length": _count(rope.original_max_position_embeddings)}
+    original = {"rope.scaling.original_context_length": KeyValue.count(rope.original_max_position_embeddings)}
     if rope.type == "linear":
-        return {"rope.scaling.type": _text("linear"), "rope.scaling.factor": _number(rope.factor)}
+        return {
+            "rope.scaling.type": KeyValue.text("linear"),
+            "rope.scaling.factor": KeyValue.number(rope.factor),
+        }
     if rope.type == "llama3":  # the factors are a tensor; this says where they come from
         return original
     if rope.type == "longrope":
-        return original | {"rope.scaling.attn_factor": _number(rope.magnitude)}
+        return original | {"rope.scaling.attn_factor": KeyValue.number(rope.magnitude)}
     if rope.type != "yarn":
         return {}
-    pairs = {"rope.scaling.type": _text("yarn"), "rope.scaling.factor": _number(rope.factor), **original}
+    pairs = {
+        "rope.scaling.type": KeyValue.text("yarn"),
+        "rope.scaling.factor": KeyValue.number(rope.factor),
+        **original,
+    }
     if rope.mscale_all_dim:  # DeepSeek: engines have it from a key of its own (``export.gguf_latent``)
         return pairs
     usual = 1.0 if rope.factor <= 1 else 0.1 * math.log(rope.factor) + 1.0  # what engines apply by themselves
     if not math.isclose(rope.magnitude, usual, rel_tol=1e-7):
-        pairs["rope.scaling.attn_factor"] = _number(rope.magnitude / usual)
+        pairs["rope.scaling.attn_factor"] = KeyValue.number(rope.magnitude / usual)
     return pairs
 
 
@@ -258,15 +268,3 @@ def rope_tensors(config: ModelConfig) -> dict[str, NDArray[np.float32]]:
     dim = config.rotary_dim
     plain = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     return {ROPE_FACTORS: (plain / rope.inverse_frequencies(dim).astype(np.float64)).astype(np.float32)}
-
-
-def _text(value: str) -> KeyValue:
-    return KeyValue(value, ValueType.STRING)
-
-
-def _count(value: int) -> KeyValue:
-    return KeyValue(value, ValueType.UINT32)
-
-
-def _number(value: float) -> KeyValue:
-    return KeyValue(value, ValueType.FLOAT32)

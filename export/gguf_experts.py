@@ -91,7 +91,7 @@ def expert_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:
         counts["expert_shared_feed_forward_length"] = routing.shared_size
     if rule.alternating:
         counts["attention.sliding_window"] = next(w for w in config.windows if w is not None)
-    pairs = {f"{family}.{key}": KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
+    pairs = {f"{family}.{key}": KeyValue.count(value) for key, value in counts.items()}
     if family == "gpt-oss" and config.rope.type == "yarn":
         pairs[ROPE_TRUNCATE] = KeyValue(config.rope.truncate, ValueType.BOOL)
     return pairs

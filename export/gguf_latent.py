@@ -87,7 +87,7 @@ def latent_pairs(config: ModelConfig) -> dict[str, KeyValue]:
         counts["attention.q_lora_rank"] = options.q_lora
     if routing.router == "sigmoid_groups":
         counts |= {"expert_group_count": routing.groups, "expert_group_used_count": routing.chosen_groups}
-    pairs = {key: KeyValue(value, ValueType.UINT32) for key, value in counts.items()}
+    pairs = {key: KeyValue.count(value) for key, value in counts.items()}
     pairs["expert_weights_scale"] = KeyValue(routing.scale, ValueType.FLOAT32)
     pairs["expert_weights_norm"] = KeyValue(routing.normalise, ValueType.BOOL)
     if config.rope.type == "yarn" and config.rope.mscale_all_dim:

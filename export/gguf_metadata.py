@@ -137,12 +137,12 @@ def general_pairs(
         The type of most weights.
     """
     pairs = {
-        "general.architecture": _text(architecture),
-        "general.type": _text("model"),
-        "general.name": _text(title),
-        "general.size_label": _text(size_label(parameters)),
-        "general.file_type": _count(FILE_TYPES[majority]),
-        "general.quantization_version": _count(_QUANTIZATION_VERSION),
+        "general.architecture": KeyValue.text(architecture),
+        "general.type": KeyValue.text("model"),
+        "general.name": KeyValue.text(title),
+        "general.size_label": KeyValue.text(size_label(parameters)),
+        "general.file_type": KeyValue.count(FILE_TYPES[majority]),
+        "general.quantization_version": KeyValue.count(_QUANTIZATION_VERSION),
     }
     if isinstance(source, GgufSource):  # whatever else it says of itself stays true
         own = source.files[0].kv
@@ -155,13 +155,13 @@ def general_pairs(
         ("general.source.huggingface.repository", _origin(source).get("repo")),
     ):
         if stated:
-            pairs[key] = _text(stated if isinstance(stated, str) else ", ".join(stated))
+            pairs[key] = KeyValue.text(stated if isinstance(stated, str) else ", ".join(stated))
     for i, base in enumerate(_listed(card.get("base_model"))):
         organization, _, name = base.rpartition("/")
-        pairs["general.base_model.count"] = _count(i + 1)
-        pairs[f"general.base_model.{i}.name"] = _text(name)
+        pairs["general.base_model.count"] = KeyValue.count(i + 1)
+        pairs[f"general.base_model.{i}.name"] = KeyValue.text(name)
         if organization:
-            pairs[f"general.base_model.{i}.organization"] = _text(organization)
+            pairs[f"general.base_model.{i}.organization"] = KeyValue.text(organization)
     if languages := _listed(card.get("language")):
         pairs["general.languages"] = KeyValue(languages, ValueType.ARRAY, ValueType.STRING)
     return pairs
@@ -181,16 +181,16 @@ def model_pairs(config: ModelConfig, architecture: str) -> dict[str, KeyValue]:
             "config.json: max_position_embeddings is missing, and a GGUF must state a context length"
         )
     values: dict[str, KeyValue] = {
-        "context_length": _count(context),
-        "embedding_length": _count(config.hidden_size),
-        "block_count": _count(config.num_hidden_layers),
-        "feed_forward_length": _count(config.intermediate_size),
-        "attention.head_count": _count(config.num_attention_heads),
-        "attention.head_count_kv": _count(config.num_key_value_heads),
-        "attention.key_length": _count(config.head_dim),
-        "attention.value_length": _count(config.head_dim),
-        "attention.layer_norm_rms_epsilon": _number(config.rms_norm_eps),
-        "vocab_size": _count(config.vocab_size),
+        "context_length": KeyValue.count(context),
+        "embedding_length": KeyValue.count(config.hidden_size),
+        "block_count": KeyValue.count(config.num_hidden_layers),
+        "feed_forward_length": KeyValue.count(config.intermediate_size),
+        "attention.head_count": KeyValue.count(config.num_attention_heads),
+        "attention.head_count_kv": KeyValue.count(config.num_key_value_heads),
+        "attention.key_length": KeyValue.count(config.head_dim),
+        "attention.value_length": KeyValue.count(config.head_dim),
+        "attention.layer_norm_rms_epsilon": KeyValue.number(config.rms_norm_eps),
+        "vocab_size": KeyValue.count(config.vocab_size),
         **attention_pairs(config, architecture),
     }
     return {f"{architecture}.{key}": value for key, value in values.items()}
@@ -198,15 +198,3 @@ def model_pairs(config: ModelConfig, architecture: str) -> dict[str, KeyValue]:
 
 def _listed(stated: str | list[str] | None) -> list[str]:
     return [] if stated is None else [stated] if isinstance(stated, str) else stated
-
-
-def _text(value: str) -> KeyValue:
-    return KeyValue(value, ValueType.STRING)
-
-
-def _count(value: int) -> KeyValue:
-    return KeyValue(value, ValueType.UINT32)
-
-
-def _number(value: float) -> KeyValue:
-    return KeyValue(value, ValueType.FLOAT32)

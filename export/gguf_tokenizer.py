@@ -166,8 +166,8 @@ def _byte_level(
             hint=_HINT,
         )
     return {
-        "tokenizer.ggml.model": _string("gpt2"),
-        "tokenizer.ggml.pre": _string(_pre_name(path, steps, bool(model.get("ignore_merges")))),
+        "tokenizer.ggml.model": KeyValue.text("gpt2"),
+        "tokenizer.ggml.pre": KeyValue.text(_pre_name(path, steps, bool(model.get("ignore_merges")))),
         **vocabulary.pairs(),
         "tokenizer.ggml.merges": _array(
             [" ".join(part.replace(" ", "\u0120") for part in pair) for pair in _merges(path, model)],
@@ -202,8 +202,8 @@ def _sentencepiece(
         made = i not in vocabulary.added and token in ranks
         scores.append(0.0 if vocabulary.types[i] == _BYTE else -float(ranks[token] if made else unmade))
     return {
-        "tokenizer.ggml.model": _string("llama"),
-        "tokenizer.ggml.pre": _string("default"),
+        "tokenizer.ggml.model": KeyValue.text("llama"),
+        "tokenizer.ggml.pre": KeyValue.text("default"),
         **vocabulary.pairs(),
         "tokenizer.ggml.scores": _array(scores, ValueType.FLOAT32),
         "tokenizer.ggml.add_space_prefix": _flag(prefix),
@@ -312,13 +312,13 @@ def _special_pairs(
     else:
         notes.append("no end token is known; llama.cpp stops only where it recognises one by its spelling")
     add_bos, add_eos = add_bos and "bos" in ids, add_eos and "eos" in ids
-    pairs = {f"tokenizer.ggml.{_SPECIAL[k]}_token_id": _count(i) for k, i in ids.items()}
+    pairs = {f"tokenizer.ggml.{_SPECIAL[k]}_token_id": KeyValue.count(i) for k, i in ids.items()}
     ends = config.get("eos_token_id")
     others = [
         i for i in (ends if isinstance(ends, list) else [ends]) if isinstance(i, int) and i != ids.get("eos")
     ]
     for key, i in zip(("eot", "eom"), (i for i in others if 0 <= i < vocabulary.rows)):
-        pairs[f"tokenizer.ggml.{key}_token_id"] = _count(i)
+        pairs[f"tokenizer.ggml.{key}_token_id"] = KeyValue.count(i)
     pairs["tokenizer.ggml.add_bos_token"] = _flag(add_bos)
     pairs["tokenizer.ggml.add_eos_token"] = _flag(add_eos)
     return pairs
@@ -357,9 +357,9 @@ def _chat_pairs(files: Mapping[str, Path], settings: Mapping[str, Any]) -> dict[
     if isinstance(stated, list):
         entries = [t for t in stated if isinstance(t, Mapping)]
         named = {str(t.get("name")): t["template"] for t in entries if isinstance(t.get("template"), str)}
-    pairs = {"tokenizer.chat_template": _string(named.pop("default"))} if "default" in named else {}
+    pairs = {"tokenizer.chat_template": KeyValue.text(named.pop("default"))} if "default" in named else {}
     for name, text in named.items():
-        pairs[f"tokenizer.chat_template.{name}"] = _string(text)
+        pairs[f"tokenizer.chat_template.{name}"] = KeyValue.text(text)
     if named:
         pairs["tokenizer.chat_templates"] = _array(sorted(named), ValueType.STRING)
     return pairs
@@ -384,16 +384,8 @@ def _flat(part: Any, key: str) -> list[Mapping[str, Any]]:
     )
 
 
-def _string(text: str) -> KeyValue:
-    return KeyValue(text, ValueType.STRING)
-
-
 def _flag(value: bool) -> KeyValue:
     return KeyValue(value, ValueType.BOOL)
-
-
-def _count(value: int) -> KeyValue:
-    return KeyValue(value, ValueType.UINT32)
 
 
 def _array(values: Sequence[Any], kind: ValueType) -> KeyValue:

@@ -21,7 +21,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
@@ -141,6 +141,21 @@ class KeyValue:
     value: Any
     type: ValueType
     item_type: ValueType | None = None
+
+    @classmethod
+    def text(cls, value: str) -> Self:
+        """A string."""
+        return cls(value, ValueType.STRING)
+
+    @classmethod
+    def count(cls, value: int) -> Self:
+        """An unsigned number of 32 bits, as llama.cpp's converter writes counts and ids."""
+        return cls(value, ValueType.UINT32)
+
+    @classmethod
+    def number(cls, value: float) -> Self:
+        """A float32, as it writes epsilons and bases."""
+        return cls(value, ValueType.FLOAT32)
 
 
 class Cursor:
