@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# A shell gives its background jobs an ignored SIGINT, and every child inherits it: without this line, tests
+# that interrupt a command wait for ever when the suite itself runs in the background (`make test &`, nohup, CI).
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
