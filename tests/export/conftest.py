@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import trapetum
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.models.architectures import ARCHITECTURES
 from trapetum.models.config import parse_config
@@ -76,7 +77,11 @@ def write_model(
     seed: int = 0,
     **changes: Any,
 ) -> Path:
-    """A random model whose logits have a spread of about one, in float32."""
+    """A random model whose logits have a spread of about one, in float32.
+
+    What blocks add to the residual stream is small beside it, as in GPT-2's initialisation and in trained models: one
+    where every block is as large as the stream turns a rounded activation into another model (docs/architectures.md).
+    """
     classes = list(ARCHITECTURES[family].classes[:1])
     config = {"architectures": classes, "model_type": family, **BASE, **changes}
     parsed = parse_config(config)
@@ -87,13 +92,17 @@ def write_model(
             rows = shapes[parsed.architecture.tensor_name(part, layer)][: 2 if stacked else 1]
             shapes[parsed.architecture.tensor_name(part, layer, suffix="bias")] = rows
     rng = np.random.default_rng(seed)
-    tensors = {}
+    tensors, small = {}, (2 * parsed.num_hidden_layers) ** -0.5
     for name, shape in shapes.items():
         wide = "embed" not in name or parsed.tie_word_embeddings
         scale = 0.1 if len(shape) == 1 else 1 / math.sqrt(shape[-1]) if wide else 1.0
         module = parsed.architecture.module(parsed.architecture.role(name).part)
-        plain = ("norm" in name) - module.offset
-        values = (rng.standard_normal(shape) * scale + plain).astype(np.float32)
+        if "post_norm" in module.part:
+            scale, mean = scale * small, small
+        else:
+            mean = "norm" in name
+            scale *= small if module.kind in ("o", "down") and len(shape) > 1 else 1.0
+        values = (rng.standard_normal(shape) * scale + mean - module.offset).astype(np.float32)
         tensors[name] = values if edit is None else edit(name, values)
     folder.mkdir(parents=True, exist_ok=True)
     entries = [Entry(n, v.dtype, v.shape) for n, v in tensors.items()]
@@ -137,6 +146,20 @@ class Engine:
         for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
             out[entry["id"]] = entry["logprob"]
         return out
+
+    def differences(self, model: trapetum.Model, prompts: Sequence[list[int]]) -> np.ndarray:
+        """Its log-probabilities after each prompt less ours, in units of the spread of our logits; one array."""
+        found = []
+        for ids in prompts:
+            ours = model.logits(ids)[-1].astype(np.float64)
+            spread = ours.std()
+            ours -= np.log(np.exp(ours - ours.max()).sum()) + ours.max()
+            found.append((self.log_probabilities(ids) - ours) / spread)
+        return np.concatenate(found)
+
+    def worst(self, model: trapetum.Model, prompts: Sequence[list[int]]) -> float:
+        """The largest of :meth:`differences`."""
+        return float(np.abs(self.differences(model, prompts)).max())
 
     def post(self, path: str, **body: Any) -> Any:
         """A request to its server."""

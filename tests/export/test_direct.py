@@ -37,28 +37,7 @@ from trapetum.quantize.statistics import Statistics
 from trapetum.quantize.survey import survey
 from trapetum.runtime.calibrate import collect, distinct_inputs
 
-CONFIG = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 96,
-    "qk_nope_head_dim": 48,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+CONFIG = json.loads(Path(__file__).with_name("deepseek_v3.json").read_text())
 
 
 @pytest.fixture(scope="module")

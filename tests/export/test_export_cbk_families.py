@@ -18,39 +18,16 @@ from trapetum.models.config import parse_config
 from trapetum.quantize.kmeans import fit_codebooks
 
 LAYER1 = "model.layers.1."
-DEEPSEEK = {
-    "vocab_size": 500,
-    "hidden_size": 256,
-    "intermediate_size": 320,
-    "moe_intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 48,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
+V3 = json.loads(Path(__file__).with_name("deepseek_v3.json").read_text())
 V2_LITE = {
-    **DEEPSEEK,
+    **V3,
     "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
     "q_lora_rank": None,
     "n_shared_experts": 2,
-    "norm_topk_prob": True,
-}
-V3 = {
-    **DEEPSEEK,
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "q_lora_rank": 96,
-    "n_shared_experts": 1,
-    "n_group": 2,
+    "n_group": 1,
     "topk_group": 1,
+    "norm_topk_prob": True,
 }
 FEW = {**V3, "n_routed_experts": 2, "n_group": 1, "num_experts_per_tok": 1}
 GEMMA = {

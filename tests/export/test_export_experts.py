@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **SMALL, "intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64,
         "sliding_window": 9, "rope_theta": 150000.0,
+        "seed": 2,  # with 0 a prompt has an expert that wins by 2.4e-4, which F16 turns; here 2.9e-3 is the least
     },
 }  # fmt: skip
 PROMPTS = [np.random.default_rng(n).integers(3, 512, n).tolist() for n in (1, 6, 40)]
@@ -46,26 +47,14 @@ def make(tiny_model: Any, family: str, **changes: Any) -> Path:
     return tiny_model(family, **options)
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    return wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max()
-
-
-def worst(engine: Any, model: Any) -> float:
-    return max(
-        float(np.abs(engine.log_probabilities(ids) - log_softmax(model.logits(ids)[-1])).max())
-        for ids in PROMPTS
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_computes_the_same(family: str, tiny_model: Any, llama_cpp: Any, tmp_path: Path) -> None:
     folder = make(tiny_model, family)
     with trapetum.load(folder) as model:
         whole = export_artifact(folder, "gguf", tmp_path / "f32.gguf", gguf_type="F32")
-        assert worst(llama_cpp(whole), model) <= 2e-5
+        assert llama_cpp(whole).worst(model, PROMPTS) <= 2e-5
         half = export_artifact(folder, "gguf", tmp_path / "f16.gguf", gguf_type="F16")
-        assert worst(llama_cpp(half), model) <= 5e-3
+        assert llama_cpp(half).worst(model, PROMPTS) <= 5e-3
         with trapetum.load(whole) as again:
             assert again.config.architecture.model_type == family
             assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
@@ -102,7 +91,7 @@ def test_blocks_of_experts_lie_one_under_the_other(tiny_model: Any, llama_cpp: A
         singles = [artifact[f"model.layers.1.mlp.experts.{e}.down_proj.weight"] for e in range(8)]
         assert np.array_equal(stack.blocks, np.concatenate([t.blocks for t in singles]))
     with trapetum.load(tmp_path / "art") as model:
-        assert worst(llama_cpp(path), model) <= 0.3
+        assert llama_cpp(path).worst(model, PROMPTS) <= 0.3
 
 
 def test_ternary_experts_lose_nothing(tiny_model: Any, tmp_path: Path) -> None:
@@ -190,7 +179,7 @@ def test_mxfp4_stays_mxfp4(tiny_model: Any, llama_cpp: Any, tmp_path: Path) -> N
             assert np.array_equal(theirs.reshape(meant.shape), meant)
     with trapetum.load(folder) as model, trapetum.load(path) as again:
         assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
-        assert worst(llama_cpp(path), model) <= 0.3  # engines round activations to eight bits
+        assert llama_cpp(path).worst(model, PROMPTS) <= 0.3  # engines round activations to eight bits
 
 
 def test_a_squeezed_router_is_a_map_to_one_value(tiny_model: Any, tmp_path: Path) -> None:
@@ -233,7 +222,7 @@ def test_yarn_of_gpt_oss(truncate: bool, tiny_model: Any, llama_cpp: Any, tmp_pa
         path = plan.write()
     with trapetum.load(folder) as model, trapetum.load(path) as again:
         assert np.array_equal(again.logits(PROMPTS[-1]), model.logits(PROMPTS[-1]))
-        assert (worst(llama_cpp(path), model) <= 2e-5) is truncate
+        assert (llama_cpp(path).worst(model, PROMPTS) <= 2e-5) is truncate
 
 
 def test_one_scale_beside_a_stack_is_refused(tiny_model: Any, tmp_path: Path) -> None:

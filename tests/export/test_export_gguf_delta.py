@@ -38,22 +38,14 @@ def rates(name, values):
     return np.log(np.linspace(0.1, 4, values.size)).astype(np.float32) if name.endswith("A_log") else values
 
 
-def log_softmax(logits):
-    x = logits.astype(np.float64)
-    x -= x.max()
-    return x - np.log(np.exp(x).sum())
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_computes_the_same(tmp_path, tiny_model, llama_cpp, family):
     model = tiny_model(family, edit=rates, **FAMILIES[family])
-    for kind, limit in (("F32", 5e-4), ("F16", 5e-3)):
+    for kind, limit in (("F32", 2e-5), ("F16", 5e-3)):
         path = tmp_path / f"{kind}.gguf"
         trapetum.export_artifact(model, "gguf", path, gguf_type=kind)
         with trapetum.load(model) as ours:
-            expected = log_softmax(ours.logits(IDS)[-1])
-        got = llama_cpp(path).log_probabilities(IDS)
-        assert np.abs(got - expected).max() < limit * np.abs(expected).max()
+            assert llama_cpp(path).worst(ours, [IDS[:7], IDS]) <= limit
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,10 +110,8 @@ def test_blocks_wider_than_a_head_are_searched_again_and_read_back(tmp_path, tin
         error = ((got - expected) ** 2).sum() / (expected**2).sum()
         assert error == pytest.approx(row.relative_error, rel=1e-3)
         np.testing.assert_array_equal(ours.load(name, slice(3, 5)).dequantize(), got[3:5])
-    with trapetum.load(path) as a:
-        expected = log_softmax(a.logits(IDS)[-1])
-    got = llama_cpp(path).log_probabilities(IDS)
-    assert np.abs(got - expected).max() < 2e-2 * np.abs(expected).max()
+    with trapetum.load(path) as read:
+        assert llama_cpp(path).worst(read, [IDS]) <= 0.1  # engines round activations to eight bits
     report = trapetum.quantize_model(path, tmp_path / "again", scheme="asis")
     assert not any(r.name == name and r.quantized for r in report.rows)
     with trapetum.open_artifact(tmp_path / "again") as again, open_source(path) as ours:

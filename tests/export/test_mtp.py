@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,28 +19,10 @@ from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
 from trapetum.formats.source import open_source
 from trapetum.models.config import parse_config
 
-CONFIG = {
-    "architectures": ["DeepseekV3ForCausalLM"],
+CONFIG = json.loads(Path(__file__).with_name("deepseek_v3.json").read_text()) | {
     "vocab_size": 300,
-    "hidden_size": 256,
     "intermediate_size": 256,
-    "moe_intermediate_size": 96,
-    "num_hidden_layers": 2,
     "num_nextn_predict_layers": 1,
-    "num_attention_heads": 4,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 96,
-    "qk_nope_head_dim": 48,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
 }
 BLOCK = "model.layers.2."
 

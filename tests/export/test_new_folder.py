@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,21 +42,21 @@ def test_leftovers_go_and_an_export_that_was_moved_aside_comes_back(tmp_path: Pa
     assert names(tmp_path) == {"out", ".other.0123abcd.tmp", ".out.txt"}
 
 
-def test_a_living_export_is_left_alone(tmp_path: Path) -> None:
+def test_a_living_export_is_left_alone(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nfrom trapetum.export.plan import new_folder\n"
         "with new_folder(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'file').write_text('theirs'); print('ready', flush=True); sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == "ready\n"
-        write(tmp_path / "out", "ours")
-        assert len([n for n in names(tmp_path) if n.endswith(".tmp")]) == 1
-        process.stdin.close()
-        process.stdout.read()
-        assert process.wait(30) == 0
+    command = (sys.executable, "-c", script, tmp_path / "out")
+    process = start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "ready\n"
+    write(tmp_path / "out", "ours")
+    assert len([n for n in names(tmp_path) if n.endswith(".tmp")]) == 1
+    process.stdin.close()
+    process.stdout.read()
+    assert process.wait(30) == 0
     assert (tmp_path / "out" / "file").read_text() == "theirs"
     assert names(tmp_path) == {"out"}
