@@ -2,17 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+# Folders whose helper modules tests import by name; tests are no package.
+sys.path.extend(str(REPOSITORY / "tests" / name) for name in ("formats", "fuzz", "hub"))
+
 # A shell gives its background jobs an ignored SIGINT, and every child inherits it: without this line, tests
 # that interrupt a command wait for ever when the suite itself runs in the background (`make test &`, nohup, CI).
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[Any]]]:
+    """Start a process as ``subprocess.Popen`` does; none outlives its test, nor do its children, whatever fails."""
+    running: list[subprocess.Popen[Any]] = []
+
+    def begin(*command: object, **settings: Any) -> subprocess.Popen[Any]:
+        process = subprocess.Popen([str(word) for word in command], start_new_session=True, **settings)
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            if stream is not None:
+                stream.close()
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,9 @@ def page(repository: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_slurm_script(page: dict[str, str], demo_model: Path, tmp_path: Path) -> None:
+def test_the_slurm_script(
+    page: dict[str, str], demo_model: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     program = tmp_path / "bin" / "trapetum"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m trapetum "$@" --effort fast\n')
@@ -42,8 +45,9 @@ def test_the_slurm_script(page: dict[str, str], demo_model: Path, tmp_path: Path
         "SLURM_ARRAY_TASK_MIN": "1",
     }
     tasks = [
-        subprocess.Popen(
-            ["bash", str(script)],
+        start(
+            "bash",
+            script,
             env={**environment, "SLURM_ARRAY_TASK_ID": number},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

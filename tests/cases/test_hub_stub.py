@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,21 +21,19 @@ TOKEN = "hf_secretsecretsecret"
 
 
 @pytest.fixture
-def stub(shared: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[str, Path]]]:
+def stub(
+    shared: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> Callable[[str], tuple[str, Path]]:
     """Start the stand-in in a mode; its address, and the log of its requests."""
-    running = []
 
-    def start(mode: str) -> tuple[str, Path]:
+    def serve(mode: str) -> tuple[str, Path]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = tmp_path / f"{mode}.log"
         with open(log, "wb") as file:
             script = shared / "cases" / "open_32_hub_stub.py"
-            process = subprocess.Popen(
-                [sys.executable, "-B", str(script), mode, str(port)], stdout=subprocess.DEVNULL, stderr=file
-            )
-        running.append(process)
+            start(sys.executable, "-B", script, mode, port, stdout=subprocess.DEVNULL, stderr=file)
         for _ in range(100):
             try:
                 socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -44,10 +42,7 @@ def stub(shared: Path, tmp_path: Path) -> Iterator[Callable[[str], tuple[str, Pa
                 time.sleep(0.1)
         return f"http://127.0.0.1:{port}", log
 
-    yield start
-    for process in running:
-        process.kill()
-        process.wait()
+    return serve
 
 
 @pytest.fixture(scope="module")

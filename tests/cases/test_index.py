@@ -11,7 +11,7 @@ import pytest
 # Fault -> file and function, for those without a generator.
 BY_HAND = {
     "F013": ("formats/test_safetensors.py", "test_every_16_bit_and_8_bit_value_decodes_as_defined"),
-    "F017": ("formats/test_safetensors.py", "test_a_refused_map_falls_back_to_pread"),
+    "F017": ("formats/test_safetensors_maps.py", "test_a_refused_map_falls_back_to_pread"),
     "F041": ("formats/test_imatrix.py", "test_refuses_values_that_are_no_mean_square"),
     "F042": ("quantize/test_kmeans.py", "test_zero_importance_means_uniform_and_the_floor_is_one_percent"),
     "F043": ("formats/test_imatrix.py", "test_an_expert_without_tokens_takes_the_mean_of_the_others"),

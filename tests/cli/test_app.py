@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,13 @@ HEAVY = (
 )
 
 
-def _spawn(*arguments: str, **settings: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "trapetum", *arguments]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", **settings)  # type: ignore[call-overload, no-any-return]
+@pytest.fixture
+def spawn(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
+    """Start ``trapetum ARGUMENTS``."""
+    command = (sys.executable, "-m", "trapetum")
+    return lambda *arguments, **settings: start(
+        *command, *arguments, stderr=subprocess.PIPE, text=True, encoding="utf-8", **settings
+    )
 
 
 def test_help_lists_the_commands() -> None:
@@ -151,10 +156,12 @@ def _open_once_read(fifo: Path) -> int:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_signals(
+    number: signal.Signals, code: int, tmp_path: Path, spawn: Callable[..., subprocess.Popen[str]]
+) -> None:
     fifo = tmp_path / "text"
     os.mkfifo(fifo)
-    process = _spawn("perplexity", str(tmp_path), "--text", str(fifo), stdout=subprocess.PIPE)
+    process = spawn("perplexity", str(tmp_path), "--text", str(fifo), stdout=subprocess.PIPE)
     writing = _open_once_read(fifo)  # the command now waits for text
     try:
         process.send_signal(number)
@@ -166,10 +173,10 @@ def test_signals(number: signal.Signals, code: int, tmp_path: Path) -> None:
     assert err in ("error: interrupted\n", "error: terminated by SIGTERM\n")
 
 
-def test_a_closed_pipe_is_quiet() -> None:
+def test_a_closed_pipe_is_quiet(spawn: Callable[..., subprocess.Popen[str]]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    process = _spawn("recipes", stdout=writing)
+    process = spawn("recipes", stdout=writing)
     os.close(writing)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1

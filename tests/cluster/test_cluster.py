@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def test_local_workers_of_which_one_is_killed(
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen[bytes]]]]:
+def cluster(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[bytes]]
+) -> tuple[str, dict[str, subprocess.Popen[bytes]]]:
     """A scheduler and two workers as an administrator starts them, on three addresses of the loopback."""
     file = tmp_path / "scheduler.json"
     module = "distributed.cli.dask_"
@@ -85,23 +88,14 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, dict[str, subprocess.Popen[by
         for address in ("127.0.0.2", "127.0.0.3")
     ]
     running = {}
-    try:
-        for command in (scheduler, *workers):
-            line = [sys.executable, "-m", module + command[0], *command[1:], "--scheduler-file", str(file)]
-            running[command[2]] = subprocess.Popen(
-                line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-        while not file.exists():
-            time.sleep(0.1)
-            assert scheduler is not None
-            assert running["127.0.0.1"].poll() is None
-        import json
-
-        yield json.loads(file.read_text())["address"], running
-    finally:
-        for process in running.values():
-            process.kill()
-            process.wait()
+    for command in (scheduler, *workers):
+        line = (sys.executable, "-m", module + command[0], *command[1:], "--scheduler-file", file)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        running[command[2]] = start(*line, cwd=tmp_path, **quiet)
+    while not file.exists():
+        time.sleep(0.1)
+        assert running["127.0.0.1"].poll() is None
+    return json.loads(file.read_text())["address"], running
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -11,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
+import artifact_worker
 import numpy as np
 import pytest
 
@@ -28,21 +27,9 @@ WORKER = Path(__file__).with_name("artifact_worker.py")
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("artifact_worker", WORKER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(scope="module")
-def finished(worker: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "out"
-    worker.write(folder)
+    artifact_worker.write(folder)
     return folder
 
 
@@ -57,7 +44,7 @@ def test_killed_at_any_moment_the_next_run_makes_the_same_bytes(tmp_path: Path, 
     assert 0 < figures["whole"] < figures["steps"]
 
 
-def test_a_full_disk_corrupts_nothing(worker: ModuleType, finished: Path, tmp_path: Path) -> None:
+def test_a_full_disk_corrupts_nothing(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = f'ulimit -f 1; trap "" XFSZ; exec "{sys.executable}" -B "{WORKER}" write "{out}"'
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -69,12 +56,12 @@ def test_a_full_disk_corrupts_nothing(worker: ModuleType, finished: Path, tmp_pa
     assert str(out) in done.stdout
     assert os.listdir(out) == [".trapetum"]
     assert not list(out.rglob("*.tmp"))
-    worker.write(out)
-    assert worker.content(out) == worker.content(finished)
+    artifact_worker.write(out)
+    assert artifact_worker.content(out) == artifact_worker.content(finished)
 
 
 def test_a_disk_that_fills_up_while_shards_are_built(
-    worker: ModuleType, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied = 0
 
@@ -91,22 +78,22 @@ def test_a_disk_that_fills_up_while_shards_are_built(
         with pytest.raises(
             OutputError, match=r"model-0000[\d].*: the disk is full; [\d,]+ bytes wanted, [\d,]+ bytes free"
         ):
-            worker.write(tmp_path)
+            artifact_worker.write(tmp_path)
     assert os.listdir(tmp_path) == [".trapetum"]
     assert not list(tmp_path.rglob("*.tmp"))
-    worker.write(tmp_path)
-    assert worker.content(tmp_path) == worker.content(finished)
+    artifact_worker.write(tmp_path)
+    assert artifact_worker.content(tmp_path) == artifact_worker.content(finished)
 
 
-def test_the_same_input_gives_the_same_bytes(worker: ModuleType, finished: Path, tmp_path: Path) -> None:
-    worker.write(tmp_path / "again")
-    assert worker.content(tmp_path / "again") == worker.content(finished)
+def test_the_same_input_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    artifact_worker.write(tmp_path / "again")
+    assert artifact_worker.content(tmp_path / "again") == artifact_worker.content(finished)
 
 
-def test_modes_follow_the_umask(worker: ModuleType, tmp_path: Path) -> None:
+def test_modes_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        worker.write(tmp_path / "out")
+        artifact_worker.write(tmp_path / "out")
     finally:
         os.umask(before)
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o640}
@@ -114,11 +101,11 @@ def test_modes_follow_the_umask(worker: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 150, 300, 1 << 40])
-def test_predicted_sizes_are_exact(worker: ModuleType, tmp_path: Path, limit: int) -> None:
-    worker.write(tmp_path, max_shard_bytes=limit)
+def test_predicted_sizes_are_exact(tmp_path: Path, limit: int) -> None:
+    artifact_worker.write(tmp_path, max_shard_bytes=limit)
     arrays = {
         name: {s: (a.dtype, a.shape) for s, a in t.to_arrays().items()}
-        for name, t in worker.tensors(0).items()
+        for name, t in artifact_worker.tensors(0).items()
     }
     shards = shard_layout(arrays, limit)
     assert [s.file for s in shards] == sorted(p.name for p in tmp_path.glob("*.safetensors"))
@@ -137,9 +124,9 @@ def test_stored_names_that_clash_are_refused_before_work() -> None:
         shard_layout({"w": {"codes": (u8, (1, 1))}, "w.codes": {"": (u8, (1,))}}, 1 << 30)
 
 
-def test_replacing_removes_only_what_the_old_artifact_lists(worker: ModuleType, tmp_path: Path) -> None:
+def test_replacing_removes_only_what_the_old_artifact_lists(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    worker.write(out, seed=1, max_shard_bytes=1)
+    artifact_worker.write(out, seed=1, max_shard_bytes=1)
     (out / "run.jsonl").write_text("old")
     (out / "model-old.safetensors").write_text("not in any list")
     (out / "deep").mkdir()
@@ -151,18 +138,18 @@ def test_replacing_removes_only_what_the_old_artifact_lists(worker: ModuleType, 
     assert {"../outside", "deep", "/etc/hostname", ".hidden", "model-old.safetensors"}.isdisjoint(
         old_files(out)
     )
-    worker.write(out, seed=2)
-    worker.write(tmp_path / "fresh", seed=2)
-    found = worker.content(out)
+    artifact_worker.write(out, seed=2)
+    artifact_worker.write(tmp_path / "fresh", seed=2)
+    found = artifact_worker.content(out)
     extra = {k: found.pop(k) for k in ("model-old.safetensors", ".hidden")}
     assert extra == {"model-old.safetensors": b"not in any list", ".hidden": b"stays"}
-    assert found == worker.content(tmp_path / "fresh")
+    assert found == artifact_worker.content(tmp_path / "fresh")
     assert (tmp_path / "outside").read_text() == "stays"
     assert (out / "deep").is_dir()
 
 
-def test_an_old_artifact_with_damaged_lists_still_goes(worker: ModuleType, tmp_path: Path) -> None:
-    worker.write(tmp_path, seed=1)
+def test_an_old_artifact_with_damaged_lists_still_goes(tmp_path: Path) -> None:
+    artifact_worker.write(tmp_path, seed=1)
     (tmp_path / "SHA256SUMS").write_text("garbage")
     shards = {p.name for p in tmp_path.glob("*.safetensors")}
     assert shards <= set(old_files(tmp_path))
@@ -170,17 +157,17 @@ def test_an_old_artifact_with_damaged_lists_still_goes(worker: ModuleType, tmp_p
     assert old_files(tmp_path) == ["SHA256SUMS", "model.safetensors.index.json", "run.jsonl", "trapetum.json"]
 
 
-def test_a_folder_in_the_way_is_found_before_anything_is_removed(worker: ModuleType, tmp_path: Path) -> None:
-    worker.write(tmp_path, seed=1)
+def test_a_folder_in_the_way_is_found_before_anything_is_removed(tmp_path: Path) -> None:
+    artifact_worker.write(tmp_path, seed=1)
     (tmp_path / "README.md").unlink()
     (tmp_path / "README.md").mkdir()
-    before = worker.content(tmp_path)
+    before = artifact_worker.content(tmp_path)
     with pytest.raises(OutputError, match=r"README.md: is a folder"):
-        worker.write(tmp_path, seed=2)
-    after = {k: v for k, v in worker.content(tmp_path).items() if not k.startswith(".trapetum")}
+        artifact_worker.write(tmp_path, seed=2)
+    after = {k: v for k, v in artifact_worker.content(tmp_path).items() if not k.startswith(".trapetum")}
     assert after == before
     (tmp_path / "README.md").rmdir()
-    worker.write(tmp_path, seed=2)
+    artifact_worker.write(tmp_path, seed=2)
     assert (tmp_path / "README.md").read_bytes() == b"card\n"
 
 
@@ -188,25 +175,25 @@ def test_a_folder_in_the_way_is_found_before_anything_is_removed(worker: ModuleT
     "record",
     [{"files": [], "remove": ["../precious"]}, {"files": ["../precious"], "remove": []}, {}, [], "x"],
 )
-def test_bad_state_is_ignored(worker: ModuleType, finished: Path, tmp_path: Path, record: object) -> None:
+def test_bad_state_is_ignored(finished: Path, tmp_path: Path, record: object) -> None:
     (tmp_path / "precious").write_text("stays")
     folder = tmp_path / "out"
     (folder / ".trapetum" / "out").mkdir(parents=True)
     (folder / ".trapetum" / "out" / "trapetum.json").write_text(json.dumps(record))
     (folder / ".trapetum" / "commit.json").write_text(json.dumps(record))
     assert not resume_assembly(folder)
-    worker.write(folder)
-    assert worker.content(folder) == worker.content(finished)
+    artifact_worker.write(folder)
+    assert artifact_worker.content(folder) == artifact_worker.content(finished)
     assert (tmp_path / "precious").read_text() == "stays"
 
 
-def test_a_linked_work_folder_is_not_followed(worker: ModuleType, tmp_path: Path) -> None:
+def test_a_linked_work_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "precious").write_text("stays")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / ".trapetum").symlink_to(tmp_path / "home")
     with pytest.raises(OutputError, match="symbolic link"):
-        worker.write(tmp_path / "out")
+        artifact_worker.write(tmp_path / "out")
     assert os.listdir(tmp_path / "home") == ["precious"]
 
 
@@ -223,17 +210,17 @@ def test_foreign_folders_are_never_written_to(tmp_path: Path) -> None:
     assert output_state(tmp_path).artifact
 
 
-def test_discarding_a_job_keeps_the_artifact(worker: ModuleType, finished: Path, tmp_path: Path) -> None:
+def test_discarding_a_job_keeps_the_artifact(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(finished, out)
-    before = worker.content(out)
+    before = artifact_worker.content(out)
     write_part(out / ".trapetum" / "parts", 0, "x", {"": np.zeros(3)}, DENSE | {"shape": [3]})
     (out / ".trapetum" / "job.json").write_text("{}")
     (out / ".trapetum" / "lock").write_text("")
     discard_job(out)
     assert os.listdir(out / ".trapetum") == ["lock"]
     shutil.rmtree(out / ".trapetum")
-    assert worker.content(out) == before
+    assert artifact_worker.content(out) == before
     discard_job(out)
 
 
@@ -315,7 +302,7 @@ def test_a_part_is_published_complete_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_assembling_wants_all_parts_and_harmless_names(worker: ModuleType, tmp_path: Path) -> None:
+def test_assembling_wants_all_parts_and_harmless_names(tmp_path: Path) -> None:
     parts = tmp_path / ".trapetum" / "parts"
     entry = write_part(parts, 0, "w", {"": MATRIX}, DENSE | {"shape": (2, 3)})
     header = {"format_version": 1, "source": {}, "recipe": {}, "totals": {"tensors": 1, "bytes": 24}}

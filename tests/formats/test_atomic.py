@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,19 +143,20 @@ with FolderLock(sys.argv[1]):
 """
 
 
-def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with (
-            pytest.raises(OutputError, match=f"process {process.pid} on ") as caught,
-            FolderLock(tmp_path / "out"),
-        ):
-            pass
-        assert str(tmp_path / "out") in caught.value.message
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+def test_a_lock_names_its_holder_and_dies_with_it(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
+    process = start(sys.executable, "-c", HOLD, tmp_path / "out", stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with (
+        pytest.raises(OutputError, match=f"process {process.pid} on ") as caught,
+        FolderLock(tmp_path / "out"),
+    ):
+        pass
+    assert str(tmp_path / "out") in caught.value.message
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     with FolderLock(tmp_path / "out") as lock:
         assert lock.note is None
         assert json.loads(lock.path.read_bytes())["pid"] == os.getpid()

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import fuzz
+import fuzz_inputs
+import fuzz_targets
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-
-def _module() -> Any:
-    name = "trapetum_test_fuzz_targets"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("fuzz.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-FUZZ = _module()
 STEPS = st.lists(
     st.tuples(st.integers(0, 63), st.floats(0, 1), st.integers(0, (1 << 60) - 1)), min_size=1, max_size=4
 )
@@ -35,18 +22,18 @@ STEPS = st.lists(
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """A target by name, with valid files of its own."""
     root = tmp_path_factory.mktemp("fuzz")
-    base = FUZZ.make_base(root / "base")
+    base = fuzz_inputs.make_base(root / "base")
     made: dict[str, Any] = {}
 
     def get(name: str) -> Any:
         if name not in made:
-            made[name] = FUZZ.Bench(FUZZ.TARGETS[name], base, root / "work" / name)
+            made[name] = fuzz.Bench(fuzz_targets.TARGETS[name], base, root / "work" / name)
         return made[name]
 
     return get
 
 
-@pytest.mark.parametrize("name", FUZZ.TARGETS)
+@pytest.mark.parametrize("name", fuzz_targets.TARGETS)
 def test_the_valid_input_is_accepted(name: str, bench: Callable[[str], Any]) -> None:
     """Else every damage would be refused for another reason than its own."""
     target = bench(name)
@@ -58,7 +45,7 @@ def test_the_valid_input_is_accepted(name: str, bench: Callable[[str], Any]) -> 
         )  # a job that is not done cannot be merged
 
 
-@pytest.mark.parametrize("name", FUZZ.TARGETS)
+@pytest.mark.parametrize("name", fuzz_targets.TARGETS)
 def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) -> None:
     target = bench(name)
 
@@ -80,12 +67,12 @@ def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FUZZ.TARGETS)
+@pytest.mark.parametrize("name", fuzz_targets.TARGETS)
 def test_for_a_while(name: str, bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
     target = bench(name)
-    target.counts = FUZZ.Counts()
+    target.counts = fuzz.Counts()
     seconds = float(os.environ.get("TRAPETUM_FUZZ_SECONDS", "5"))
-    counts = FUZZ.fuzz(target, seconds, int(os.environ.get("TRAPETUM_FUZZ_SEED", "1")))
+    counts = fuzz.fuzz(target, seconds, int(os.environ.get("TRAPETUM_FUZZ_SEED", "1")))
     with capsys.disabled():
         print(
             f"\nfuzz {name}: {counts.executions} executions, {counts.accepted} accepted, {counts.refused} refused"
@@ -100,8 +87,8 @@ def test_a_fault_would_be_seen(name: str, bench: Callable[[str], Any]) -> None:
     target = bench(name)
     uses, counts = target.target.uses, target.counts
     try:
-        target.target.uses, target.counts = (lambda path: 1 / 0,), FUZZ.Counts()
-        found = FUZZ.fuzz(target, 0.2, 0)
+        target.target.uses, target.counts = (lambda path: 1 / 0,), fuzz.Counts()
+        found = fuzz.fuzz(target, 0.2, 0)
         assert found.faults
         assert "ZeroDivisionError" in found.faults[0]
     finally:

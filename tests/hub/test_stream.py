@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +345,9 @@ def test_the_end_of_a_job_ends_a_download(hub: Any, repo: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_killed_again_and_again(hub: Any, repo: str, tmp_path: Path) -> None:
+def test_killed_again_and_again(
+    hub: Any, repo: str, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     """kill -9 while files come, are read and go: the command line ends in the bytes of the ordinary route."""
     from huggingface_hub import constants
 
@@ -355,16 +358,17 @@ def test_killed_again_and_again(hub: Any, repo: str, tmp_path: Path) -> None:
     environment["HF_HOME"] = str(tmp_path / "hf")
     kills = 0
     for part in (1, 3, 5, 7):
-        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            seen = 0
-            for line in process.stderr:
-                seen += " bpw  " in line
-                if seen >= part:
-                    process.kill()
-                    kills += 1
-                    break
-            process.stderr.read()
+        process = start(*command, env=environment, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        seen = 0
+        for line in process.stderr:
+            seen += " bpw  " in line
+            if seen >= part:
+                process.kill()
+                kills += 1
+                break
+        process.stderr.read()
+        process.wait(60)
     assert kills == 4
     assert not (out / "trapetum.json").exists()
     subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)

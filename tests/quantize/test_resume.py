@@ -108,17 +108,19 @@ def test_a_signal_stops_between_tensors_and_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_the_command_line_exits_with_143(model: Path, tmp_path: Path) -> None:
+def test_the_command_line_exits_with_143(
+    model: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "trapetum", "quantize", str(model), "-o", str(out), "--effort", "high"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith("quantize:"):
-                process.terminate()
-                break
-        process.stderr.read()
-        assert process.wait(60) == 143
+    command = [sys.executable, "-m", "trapetum", "quantize", model, "-o", out, "--effort", "high"]
+    process = start(*command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("quantize:"):
+            process.terminate()
+            break
+    process.stderr.read()
+    assert process.wait(60) == 143
     assert not (out / "trapetum.json").exists()
 
 

@@ -39,11 +39,14 @@ def part(model: Path, out: Path, text: str, **options: Any) -> Any:
     return quantize_model(model, out, part=text, **OPTIONS, **options)
 
 
-def start(model: Path, out: Path, text: str, *stop: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(WORKER), str(model), str(out), json.dumps({**OPTIONS, "part": text})]
-    return subprocess.Popen(
-        [*command, *(stop or ("none", "", "0"))], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def start_part(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.Popen[str]]:
+    def begin(model: Path, out: Path, text: str, *stop: str) -> subprocess.Popen[str]:
+        command = [sys.executable, WORKER, model, out, json.dumps({**OPTIONS, "part": text})]
+        command += stop or ("none", "", "0")
+        return start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    return begin
 
 
 def test_any_order_and_any_count(
@@ -67,10 +70,14 @@ def test_any_order_and_any_count(
 
 
 def test_at_once_and_one_killed(
-    model: Path, tmp_path: Path, identity: Identity, whole: dict[str, bytes]
+    model: Path,
+    tmp_path: Path,
+    identity: Identity,
+    whole: dict[str, bytes],
+    start_part: Callable[..., subprocess.Popen[str]],
 ) -> None:
     out = tmp_path / "out"
-    killed, other = start(model, out, "1/2", "KILL", "line", "3"), start(model, out, "2/2")
+    killed, other = start_part(model, out, "1/2", "KILL", "line", "3"), start_part(model, out, "2/2")
     assert (other.communicate(timeout=120)[0], other.returncode) == ("done\n", 0)
     killed.communicate(timeout=120)
     assert killed.returncode == -9

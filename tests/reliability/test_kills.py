@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,20 @@ WORKER = Path(__file__).with_name("kill_worker.py")
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_fifty_kills(demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fifty_kills(
+    demo_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
     kills = int(os.environ.get("TRAPETUM_KILLS", "50"))
-    command = [sys.executable, str(WORKER), str(demo_model), str(tmp_path), str(kills), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout)
+    command = (sys.executable, WORKER, demo_model, tmp_path, kills, 1)
+    worker = start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = worker.communicate(timeout=1700)
+    assert worker.returncode == 0, err
+    counts = json.loads(out)
     with capsys.disabled():
-        print(f"\nkills: {done.stdout.strip()}")
+        print(f"\nkills: {out.strip()}")
     assert counts["kills"] >= kills
     assert set(counts["scenarios"]) == {"quantize", "replace", "parts", "gguf", "cbk"}
     assert all(entry["kills"] > 0 for entry in counts["scenarios"].values())

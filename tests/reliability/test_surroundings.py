@@ -113,16 +113,15 @@ def test_a_folder_of_another_user(small_model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_on_one_output(
-    demo_model: Path, tmp_path: Path, identity: Callable[[Path], dict[str, bytes]]
+    demo_model: Path,
+    tmp_path: Path,
+    identity: Callable[[Path], dict[str, bytes]],
+    start: Callable[..., subprocess.Popen[str]],
 ) -> None:
     """Whoever comes second says so, or finds the finished artifact; the bytes are those of one run."""
     out = tmp_path / "out"
-    both = [
-        subprocess.Popen(
-            command("quantize", demo_model, "-o", out, "--effort", "fast"), stderr=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+    line = command("quantize", demo_model, "-o", out, "--effort", "fast")
+    both = [start(*line, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=300)[1] for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes in ([0, 0], [0, 1])

@@ -1,0 +1,175 @@
+"""Small valid files of every kind that a reader takes: what the fuzz targets damage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import trapetum
+from trapetum.formats.imatrix import MomentsWriter, write_imatrix
+from trapetum.formats.parts import write_part
+from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.progress import Progress
+from trapetum.tensors import DenseTensor
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _tokenizer() -> dict[str, Any]:
+    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(61))]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    steps: list[dict[str, Any]] = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": pieces[i], **plain} for i in range(3)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {p: i for i, p in enumerate(pieces)},
+            "merges": [],
+        },
+    }
+
+
+def make_model(folder: Path) -> Path:
+    """A tied Llama of one layer, in two files with an index."""
+    rng = np.random.default_rng(0)
+    shapes = {"model.embed_tokens.weight": (64, 256), "model.norm.weight": (256,)}
+    for part, rows in {"q": 256, "k": 256, "v": 256, "o": 256}.items():
+        shapes[f"model.layers.0.self_attn.{part}_proj.weight"] = (rows, 256)
+    shapes |= {f"model.layers.0.mlp.{part}_proj.weight": (256, 256) for part in ("gate", "up", "down")}
+    shapes |= {f"model.layers.0.{part}_layernorm.weight": (256,) for part in ("input", "post_attention")}
+    folder.mkdir(parents=True)
+    names = list(shapes)
+    weight_map = {}
+    for number, part in enumerate((names[:6], names[6:]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        with SafetensorsWriter(
+            folder / file, [Entry(n, np.dtype(np.float16), shapes[n]) for n in part]
+        ) as writer:
+            for name in part:
+                writer.write(name, (rng.standard_normal(shapes[name]) / 16).astype(np.float16))
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    return folder
+
+
+def make_fp8(folder: Path) -> Path:
+    """Two matrices in 8-bit floats with a scale for each block of 128 x 128, as DeepSeek's checkpoints are."""
+    rng = np.random.default_rng(1)
+    folder.mkdir(parents=True)
+    codes = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    tensors: dict[str, np.ndarray[Any, Any]] = {"model.embed_tokens.weight": np.ones((64, 256), np.float16)}
+    for part in ("gate", "up"):
+        name = f"model.layers.0.mlp.{part}_proj.weight"
+        tensors[name] = rng.choice(codes, (256, 256)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = rng.uniform(0.1, 0.2, (2, 2)).astype(np.float32)
+    entries = [Entry(n, a.dtype, a.shape) for n, a in tensors.items()]
+    with SafetensorsWriter(folder / "model.safetensors", entries) as writer:
+        for name, array in tensors.items():
+            writer.write(name, array)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
+    return folder
+
+
+def make_base(base: Path) -> Path:
+    """All valid inputs."""
+    model = make_model(base / "model")
+    shutil.copyfile(model / "model-00001-of-00002.safetensors", base / "x.safetensors")
+    schemes = {"codebook": "kmeans", "ternary": "ternary", "blocks": "gguf:Q4_K", "additive": "additive"}
+    for name, scheme in schemes.items():
+        trapetum.quantize_model(model, base / name, scheme=scheme, effort="fast", threads=1)
+    trapetum.export_artifact(base / "codebook", "cbk", base / "x.cbk")
+    trapetum.export_artifact(base / "codebook", "cbk", base / "cbk")
+    for name, kind in {"ternary": "x2.gguf", "blocks": "x4.gguf"}.items():
+        trapetum.export_artifact(base / name, "gguf", base / kind)
+    trapetum.export_artifact(base / "additive", "cbk", base / "additive.cbk")
+    for name, made in {"ternary": "planes", "codebook": "tiles", "additive": "tiles-additive"}.items():
+        trapetum.export_artifact(base / name, "planes", base / made)
+    make_fp8(base / "fp8")
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    write_imatrix(base / "x.imatrix", {weight: (np.ones(256, np.float32), 9)}, datasets=["a"])
+    with MomentsWriter(base / "x.moments", [((weight,), 256)]) as writer:
+        writer.write((weight,), np.eye(256, dtype=np.float32), 9)
+    entry = b"".join(
+        [
+            len(weight).to_bytes(4, "little"),
+            weight.encode(),
+            (9).to_bytes(4, "little"),
+            (256).to_bytes(4, "little"),
+        ]
+    )
+    (base / "x.dat").write_bytes((1).to_bytes(4, "little") + entry + np.ones(256, np.float32).tobytes())
+    (base / "recipe.toml").write_text(
+        'name = "mine"\nbits = 4\nscheme = "kmeans"\nfallback = ["gguf:Q8_0"]\n[[rules]]\nrole = ["attention", "mlp"]\n'
+        'layers = "0,3-5"\nbits = 8\n[[rules]]\nglob = "*.down_proj.weight"\nkeep = true\n'
+    )
+    (base / "jobs.toml").write_text(
+        '[defaults]\nbits = 3\n[[jobs]]\nmodel = "a"\nout = "b"\nexport = ["cbk"]\n'
+    )
+    (base / "result.json").write_text(
+        json.dumps({"ppl": 3.5, "checks": [{"name": "a", "ok": True, "detail": "b"}]})
+    )
+    _unfinished_job(base / "job", model)
+    return base
+
+
+def _unfinished_job(folder: Path, model: Path) -> None:
+    """A folder whose job was stopped when the first of its tensors was made."""
+
+    class Stop(Progress):
+        def advance(self, amount: int, line: str | None = None) -> None:
+            if line is not None:
+                raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        trapetum.quantize_model(model, folder, effort="fast", threads=1, progress=Stop())
+    parts = folder / ".trapetum" / "parts"
+    write_part(
+        parts, 0, "t0", {"": np.zeros((2, 3), np.float32)}, _draft(DenseTensor(np.zeros((2, 3), np.float32)))
+    )
+    (folder / ".trapetum" / "commit.json").write_text(json.dumps({"files": ["a"], "remove": ["b"]}))
+
+
+def _draft(tensor: DenseTensor) -> dict[str, Any]:
+    made = {"layout": tensor.layout, "shape": tensor.shape, "params": {}}
+    return made | {"scheme": {"name": "keep"}, "relative_error": None}
