@@ -41,7 +41,10 @@ def resident() -> float:
 
 
 def main() -> None:
-    """Print the lines."""
+    """Print JSON lines: the machine, speed of the search and of rows, loss on Gaussian weights, peak memory.
+
+    Usage: ``python benchmarks/additive.py [--rows 4096] [--width 4096]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -59,6 +59,10 @@ def ratios(shape: Mapping[str, Any], tokens: int) -> list[str]:
 
 
 def main() -> None:
+    """Print a table of ratios, one row a goal and one column a shape; each shape's kernels go to stderr.
+
+    Usage: ``python benchmarks/cpu_kernels.py [--tokens 1|8|128] [--threads 2] [--shapes 4096x4096 ...]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -152,7 +152,10 @@ def energy() -> float:
 
 
 def main() -> None:
-    """Print the lines."""
+    """Print a JSON line a scheme and number of sequences: tokens a second, share of the bandwidth, joules.
+
+    Usage: ``python benchmarks/cuda_decode.py [--layers 32] [--sequences 1,4,8] [--schemes dense,...]``, on a card.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)

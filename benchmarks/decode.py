@@ -173,6 +173,10 @@ def _bytes(path: Path) -> int:
 
 
 def main() -> None:
+    """Print a row a file: tokens a second of our runtime and of llama.cpp, and their ratio.
+
+    Usage: ``python benchmarks/decode.py [MODEL] [--threads N] [--tokens 96] [--rounds 5] [--work FOLDER]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -119,6 +119,10 @@ def measure(model: Path, out: Path, options: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
+    """Print a JSON line: peak memory, times and sizes of the straight way to a .cbk.
+
+    Usage: ``python benchmarks/deepseek.py [--gigabytes 4] [--folder DIR] [-- OPTIONS OF QUANTIZE]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

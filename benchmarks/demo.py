@@ -30,7 +30,10 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 
 def main(model: str, text: str, out: str) -> None:
-    """Press ``model`` into ``out``, measure it on ``text``, export it and let it speak."""
+    """Press ``model`` into ``out``, measure it on ``text``, export it and let it speak; print what it came to.
+
+    Usage: ``python benchmarks/demo.py MODEL TEXT OUT``.
+    """
     start = time.perf_counter()
     artifact, folder = str(Path(out, "artifact")), str(Path(out, "cbk"))
     cbk = str(Path(folder, "model.cbk"))

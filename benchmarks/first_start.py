@@ -52,6 +52,10 @@ def start(path: Path, cache: Path) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Print a row a layout: seconds of a first process, which compiles, and of a second one.
+
+    Usage: ``python benchmarks/first_start.py [MODEL] [--work FOLDER] [LABEL ...]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -95,7 +95,10 @@ def machine() -> str:
 
 
 def main() -> None:
-    """Run and print."""
+    """Print JSON lines: the machine, then speed and error of each size of codebook.
+
+    Usage: ``python benchmarks/kmeans.py [--k 4,8,...] [--n 4096] [--rounds 5] [--no-reference]``.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--k", default="4,8,16,32,64,256")
     parser.add_argument("--n", default="4096")

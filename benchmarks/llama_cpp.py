@@ -106,7 +106,10 @@ def engine_perplexity(path: Path, vocab: int, windows: np.ndarray[Any, Any]) -> 
 
 
 def main(model: str, text: str, count: int, chosen: list[str], calibrate: str | None) -> None:
-    """Print one line a case."""
+    """Print a Markdown table, one row a case: size, perplexities of both engines, their difference.
+
+    Usage: ``python benchmarks/llama_cpp.py MODEL TEXT [WINDOWS [CASE ...]] [--calibrate OTHER_TEXT]``.
+    """
     unknown = [label for label in chosen if label not in CASES]
     if unknown:
         sys.exit(f"case {unknown[0]!r} is unknown; known: {', '.join(CASES)}")

@@ -119,6 +119,10 @@ def make_checkpoint(
 
 
 def main() -> None:
+    """Write the checkpoint and print a JSON line: what it holds, and the seconds that it took.
+
+    Usage: ``python benchmarks/make_checkpoint.py FOLDER [--gigabytes 6] [--hidden 4096]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -49,6 +49,10 @@ def measure(model: Path, out: Path, options: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
+    """Print a JSON line: peak memory, the plan's bound, times and throughput of ``trapetum quantize``.
+
+    Usage: ``python benchmarks/memory.py [--gigabytes 6] [--folder DIR] [-- OPTIONS OF QUANTIZE]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

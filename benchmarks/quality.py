@@ -266,7 +266,10 @@ def extrapolate() -> list[str]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print a Markdown table, one row a way to quantize, and what importance and moments cost.
+
+    Usage: ``python benchmarks/quality.py MODEL --calibrate TEXT --text OTHER [--only PATTERN ...]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -98,6 +98,10 @@ ROUTES = {"one": one, "parts": parts, "cluster": cluster}
 
 
 def main() -> None:
+    """Print a JSON line a route: seconds, the sum of sums, what was killed; exit with 1 if sums differ.
+
+    Usage: ``python benchmarks/spread.py [--gigabytes 6] [--parts 4] [--routes one,parts,cluster]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

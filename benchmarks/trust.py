@@ -99,6 +99,10 @@ TRIALS: dict[str, Callable[[argparse.Namespace], dict[str, object]]] = {
 
 
 def main() -> None:
+    """Print a JSON line a kind of trial and one for all; exit with 1 if anything was lost.
+
+    Usage: ``python benchmarks/trust.py [--seconds 10] [--kills 50] [--only cases,kills,faults,fuzz]``.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
