@@ -173,7 +173,7 @@ def _bytes(path: Path) -> int:
 
 
 def main() -> None:
-    """Print a row a file: tokens a second of our runtime and of llama.cpp, and their ratio.
+    """Print two tables: tokens a second of each file in both engines, and the ratios of pairs.
 
     Usage: ``python benchmarks/decode.py [MODEL] [--threads N] [--tokens 96] [--rounds 5] [--work FOLDER]``.
     """
