@@ -21,10 +21,14 @@ import numpy as np
 import torch
 import transformers
 import xllamacpp
+from numpy.typing import NDArray
 
 import trapetum
 from trapetum.errors import UnsupportedModelError
 from trapetum.export import export_artifact
+from trapetum.models.architectures import ARCHITECTURES
+
+Floats = NDArray[Any]
 
 VOCABULARY = 320
 TOKENS = 100
@@ -152,16 +156,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(folder: Path, family: str, options: dict[str, Any]) -> Any:
-    """A random model; every vector is random as well, so that a forgotten one shows."""
-    torch.manual_seed(7)
+def make(folder: Path, family: str, options: dict[str, Any], *, seed: int = 7, grown: bool = False) -> Any:
+    """A random model; every vector is random as well, so that a forgotten one shows.
+
+    Every block adds about ``1 / sqrt(2 layers)`` of the embedding's size to the residual stream, as in GPT-2's
+    initialisation; ``grown``: as much as the stream holds, so that nothing is damped (see ``half_products.py``).
+    """
+    torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **{**SIZES, **options})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    architecture = ARCHITECTURES[family]
+    small = (2 * config.num_hidden_layers) ** -0.5
     with torch.no_grad():
         for name, values in model.named_parameters():
+            role = architecture.role(name)
             if values.ndim == 1 and "A_log" not in name:
                 values.add_(torch.randn_like(values) * 0.2)
-            elif values.ndim > 1:
+            if not grown and "post_norm" in role.part:
+                offset = architecture.module(role.part).offset
+                values.copy_((values + offset) * small - offset)
+            elif not grown and role.kind in ("o", "down"):
+                values.mul_(small)
+            elif not grown and role.kind == "embed" and not config.tie_word_embeddings:
+                values.div_(values.std())
+            if values.ndim > 1:
                 values.copy_(values.half().float())  # weights that F16 holds, as a checkpoint's do
         for name, values in model.named_buffers():
             if "e_score_correction_bias" in name:
@@ -169,6 +187,11 @@ def make(folder: Path, family: str, options: dict[str, Any]) -> Any:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return model
+
+
+def prompt() -> list[int]:
+    """Token ids, the longest prompt of all."""
+    return np.random.default_rng(1).integers(3, VOCABULARY, TOKENS).tolist()  # type: ignore[no-any-return]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -195,8 +218,8 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(content))
 
 
-def engine_difference(file: Path, model: trapetum.Model, ids: list[int]) -> float:
-    """Largest difference of llama.cpp's log-probabilities, over the spread of our logits."""
+def engine_answers(file: Path, ids: list[int]) -> list[Floats]:
+    """llama.cpp's log-probabilities after each prompt, float64 [vocabulary]."""
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 256, 1, False, -1
@@ -204,7 +227,7 @@ def engine_difference(file: Path, model: trapetum.Model, ids: list[int]) -> floa
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = xllamacpp.Server(params)
-    worst = 0.0
+    found = []
     for length in PROMPTS:
         answer = server.handle_completions(
             {
@@ -220,17 +243,25 @@ def engine_difference(file: Path, model: trapetum.Model, ids: list[int]) -> floa
         theirs = np.full(VOCABULARY, np.nan)
         for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
             theirs[entry["id"]] = entry["logprob"]
-        ours = model.logits(ids[:length])[-1].astype(np.float64)
-        spread = ours.std()
-        ours -= np.log(np.exp(ours - ours.max()).sum()) + ours.max()
-        worst = max(worst, float(np.abs(theirs - ours).max() / spread))
-    return worst
+        found.append(theirs)
+    return found
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """float64."""
+    wide = logits.astype(np.float64) - logits.max()
+    return wide - np.log(np.exp(wide).sum())
+
+
+def largest(theirs: list[Floats], ours: list[Floats], logits: list[Floats]) -> float:
+    """The largest difference of log-probabilities, over the spread of the logits."""
+    return max(float(np.abs(a - b).max() / x.std()) for a, b, x in zip(theirs, ours, logits, strict=True))
 
 
 def measure(name: str) -> str:
     """One row of the table."""
     family, options = CASES[name]
-    ids = np.random.default_rng(1).integers(3, VOCABULARY, TOKENS).tolist()
+    ids = prompt()
     with tempfile.TemporaryDirectory(prefix="tiny-") as place:
         folder = Path(place) / "tiny"
         theirs = make(folder, family, options)
@@ -240,11 +271,13 @@ def measure(name: str) -> str:
         with trapetum.load(folder, threads=1) as model:
             ours = model.logits(ids)
             columns.append(f"{np.abs(ours - expected).max() / np.abs(expected).max():.1e}")
+            last = [model.logits(ids[:length])[-1] for length in PROMPTS]
             gguf = model.config.architecture.gguf or ""
             for kind in ("F32", "F16"):
                 try:
                     file = export_artifact(folder, "gguf", Path(place) / f"{kind}.gguf", gguf_type=kind)
-                    columns.append(f"{engine_difference(file, model, ids):.1e}")
+                    found = largest(engine_answers(file, ids), [log_softmax(x) for x in last], last)
+                    columns.append(f"{found:.1e}")
                 except UnsupportedModelError:
                     columns.append("no export")
     return f"| {name} | `{type(theirs).__name__}` | {gguf} | " + " | ".join(columns) + " |"
