@@ -23,7 +23,7 @@ from trapetum.models.qwen_next import DELTA, LINEAR, DeltaOptions
 from trapetum.runtime.delta import DeltaHeads
 from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor
 
-__all__ = ["DeltaView", "delta_pairs", "delta_sizes", "stored_deltas"]
+__all__ = ["DeltaView", "delta_pairs", "delta_sizes", "fused_deltas", "stored_deltas"]
 
 _NAME = "model.layers.{}.linear_attn.{}"
 _SECTIONS = [11, 11, 10, 0]  # of the rotary embedding of images and text; engines insist on the key
@@ -126,6 +126,37 @@ def stored_deltas(source: TensorSource, config: ModelConfig) -> TensorSource:
             if name in names and (moved := sizes.rows(part)) is not None:
                 stacks[name] = source.shape(name), _pieces(name, moved)
     return DeltaView(source, stacks, sizes)
+
+
+def fused_deltas(source: TensorSource, config: ModelConfig) -> TensorSource:
+    """The same model with ``in_proj_qkvz`` as its family's checkpoints have it; the source itself where it needs none.
+
+    The projections that a GGUF has apart are put together by key heads, row by row as they are stored.
+    """
+    options, arch = config.sections.get(DELTA), config.architecture
+    if not isinstance(options, DeltaOptions) or "delta_qkvz" not in {m.part for m in arch.modules}:
+        return source
+    keys, width = options.key_heads, options.key_dim
+    values = options.value_heads // keys * options.value_dim  # rows of the value heads that a key head serves
+    names = arch.index(source.names())
+    stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    for layer in (i for i, kind in enumerate(config.layer_types) if kind == LINEAR):
+        apart = [arch.locate(config, names, part, layer) for part in ("delta_qkv", "delta_z")]
+        qkv, z = (None if place is None else place.name for place in apart)
+        if qkv is None or z is None:
+            continue
+        pieces: list[Piece] = []
+        for head in range(keys):
+            key, value = head * width, head * values
+            pieces += [
+                Piece(qkv, slice(key, key + width)),
+                Piece(qkv, slice(keys * width + key, keys * width + key + width)),
+                Piece(qkv, slice(2 * keys * width + value, 2 * keys * width + value + values)),
+                Piece(z, slice(value, value + values)),
+            ]
+        shape = sum(piece.count for piece in pieces), source.shape(qkv)[-1]
+        stacks[arch.tensor_name("delta_qkvz", layer)] = shape, tuple(pieces)
+    return StackedExperts(source, stacks) if stacks else source
 
 
 def _pieces(name: str, order: NDArray[np.intp]) -> tuple[Piece, ...]:

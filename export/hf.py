@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import FormatError, RecipeError, UnsupportedModelError, located
 from trapetum.export.cbk_folder import dense_config
+from trapetum.export.deltas import fused_deltas
 from trapetum.export.latents import joined_latents
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.export.unstacked import unstacked
@@ -114,9 +115,11 @@ def plan_hf(request: ExportRequest) -> HfPlan:
         If the output exists.
     """
     whole = request.artifact
-    if any(".k_b_proj." in name for name in whole.names()):  # a model of DeepSeek's that was read from a GGUF
+    apart = (".k_b_proj.", ".linear_attn.in_proj_z.")  # what a file for engines may have in pieces
+    if any(mark in name for name in whole.names() for mark in apart):
         with located(whole.path):
-            whole = joined_latents(whole, parse_config(whole.config))
+            parsed = parse_config(whole.config)
+            whole = fused_deltas(joined_latents(whole, parsed), parsed)
     request = replace(request, artifact=unstacked(whole))
     artifact = request.artifact
     chosen = request.dtype or "f32"

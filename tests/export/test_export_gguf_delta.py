@@ -59,6 +59,30 @@ def test_a_file_is_read_back_as_the_checkpoint(tmp_path, tiny_model, family, hea
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("heads", [(2, 4), (1, 3)])
+def test_a_file_goes_back_to_what_transformers_loads(tmp_path, tiny_model, family, heads):
+    """Under the names of the checkpoint, fused ones of Qwen3-Next too, from plain numbers and from blocks."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = {"linear_num_key_heads": heads[0], "linear_num_value_heads": heads[1]}
+    model = tiny_model(family, edit=rates, **FAMILIES[family] | sizes)
+    trapetum.quantize_model(model, tmp_path / "blocks", scheme="gguf:Q8_0")
+    for kind, made in (("F32", model), ("auto", tmp_path / "blocks")):
+        file = trapetum.export_artifact(made, "gguf", tmp_path / f"{kind}.gguf", gguf_type=kind)
+        back = trapetum.export_artifact(file, "hf", tmp_path / kind)
+        with open_source(back) as ours, open_source(model) as theirs:
+            assert set(ours.names()) == set(theirs.names())
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            back, dtype=torch.float32, output_loading_info=True
+        )
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with torch.no_grad():
+            found = loaded(torch.tensor([IDS])).logits[0].numpy()
+        with trapetum.load(file) as read:
+            expected = read.logits(IDS)
+        assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
 def test_tiled_heads_are_a_permutation_that_the_reader_undoes():
     sizes = DeltaSizes(3, 12, 8, 4, tiled=True)
     assert sorted(sizes.heads) == list(range(12))
