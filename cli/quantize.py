@@ -20,6 +20,7 @@ from trapetum.cli.options import (
     ShardSize,
     Threads,
     choice,
+    only_with,
     option,
     parse_bits,
     parse_size,
@@ -60,6 +61,7 @@ def _number(*allowed: int) -> Callable[[str], int]:
 
 
 def quantize(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model folder, a .gguf, or a Hub id.")],
     out: Annotated[
         Path | None,
@@ -247,9 +249,12 @@ def quantize(
         raise typer.BadParameter("--export needs the whole artifact: export after `trapetum merge`")
     if drop_artifact and export is None:
         raise typer.BadParameter("--drop-artifact needs --export: nothing would be left")
+    from trapetum.export import FORMATS
     from trapetum.hub import resolve_model
     from trapetum.quantize.job import quantize_model
 
+    split = not drop_artifact or export is None or "max_shard_size" in FORMATS[export].takes
+    only_with(context, split, "files that can be split", "max_shard_size")
     progress = terminal_progress()
     direct = None
     if export == "cbk" and drop_artifact and not (workers or scheduler or stream_download or sequential):

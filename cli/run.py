@@ -79,6 +79,7 @@ def run(
     only_with(context, temperature > 0, "--temperature above 0", "top_p", "top_k", "seed")
     only_with(context, device == "cuda", "--device cuda", "experts")
     only_with(context, device == "cpu", "--device cpu", "precision", "cache_type")
+    from trapetum.errors import RecipeError
     from trapetum.runtime.model import load
 
     with load(
@@ -89,6 +90,10 @@ def run(
             ids = model.tokenizer.encode(text)
         else:
             ids = model.tokenizer.encode(prompt, add_special_tokens=True)
+        if not ids:
+            raise RecipeError(
+                "the prompt has no token", hint="Give --prompt a text that the model can continue."
+            )
         clock = _Clock()
         model.generate(ids, count, temperature, top_p, top_k, seed, stop=stop or (), on_token=clock.token)
         stream("\n")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trapetum.errors import OutputError, TrapetumError
+from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.checksums import parse_sums, sums_bytes
 from trapetum.formats.manifest import MANIFEST, SUMS, is_plain_name
@@ -98,7 +98,7 @@ def push_artifact(
     repo : str
         ``org/name`` or ``name``; created if it is not there, unless a pull request is wanted.
     private : bool
-        For a repository that is created.
+        For a repository that is created; one that is there and public is refused.
     create_pr : bool
         Open a pull request instead of committing to the main branch.
     dry_run : bool
@@ -114,7 +114,10 @@ def push_artifact(
     Raises
     ------
     OutputError
-        If the artifact is damaged, the repository holds other weights, or the Hub does not take it.
+        If the artifact is damaged, the repository holds other weights or is public against ``private``, or the Hub
+        does not take it.
+    RecipeError
+        If both ``private`` and ``create_pr`` are set: a pull request creates nothing.
     FormatError
         If ``path`` is no artifact.
     """
@@ -123,6 +126,10 @@ def push_artifact(
 
     path = Path(path)
     progress = progress or Progress()
+    if private and create_pr:
+        raise RecipeError(
+            "private and create_pr exclude each other: a pull request goes to a repository that exists"
+        )
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
@@ -195,7 +202,7 @@ def _send(
                 lambda: api.create_repo(repo, private=private or None, exist_ok=True), repo, progress
             )
             repo = created.repo_id
-        present = _present(api, repo, progress)
+        present = _present(api, repo, private, progress)
         removed = _removed(repo, present, report.files)
         if _CARD in present and _is_foreign(api, repo, progress):
             notes.append(f"{repo}: keeps its own {_CARD}, which trapetum did not write")
@@ -240,8 +247,14 @@ def _send(
     )
 
 
-def _present(api: HfApi, repo: str, progress: Progress) -> list[str]:
+def _present(api: HfApi, repo: str, private: bool, progress: Progress) -> list[str]:
+    """Files of the repository; one that was there before stays as public as it is, whatever was asked for."""
     info = with_retries(lambda: api.model_info(repo), repo, progress)
+    if private and info.private is False:
+        raise OutputError(
+            f"{repo}: is there already, and public",
+            hint="Make it private in its settings, push to another name, or leave --private out.",
+        )
     return [s.rfilename for s in info.siblings or []]
 
 

@@ -236,6 +236,24 @@ def test_run_streams_text(artifact: Path) -> None:
     assert cut.stdout == result.stdout.split(word)[0] + "\n"
 
 
+def test_what_does_not_fit_is_said_in_the_words_of_the_command(artifact: Path, text: Path) -> None:
+    for command, words, hint in (
+        (
+            ("run", "--prompt", "a b", "-n", "600"),
+            "do not fit in the model's context of 512",
+            "fewer new tokens",
+        ),
+        (("run", "--prompt", ""), "the prompt has no token", "--prompt"),
+        (("perplexity", "--text", text, "--ctx", "600"), "context of 512", "Give --ctx 512, or less."),
+    ):
+        result = _run(*command, artifact)
+        assert (result.exit_code, result.stdout) == (1, "")
+        said, advice = result.stderr.splitlines()[-2:]
+        assert words in said
+        assert hint in advice
+        assert command[0] == "perplexity" or "--ctx" not in advice
+
+
 def test_run_without_a_chat_template(artifact: Path) -> None:
     result = _run("run", artifact, "--prompt", "Hello", "--chat")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -332,6 +350,8 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
         ("verify MODEL", "--text TEXT"),
         ("bench --device cuda", "--model MODEL"),
         ("bench --device cuda", "--cpu-time"),
+        ("quantize MODEL --export cbk --drop-artifact", "--max-shard-size 1M"),
+        ("quantize MODEL --export planes --drop-artifact", "--max-shard-size 5G"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
@@ -379,7 +399,11 @@ def test_imatrix_replaces_nothing_but_importance_files(
         assert (result.exit_code, result.stdout) == (1, "")
         assert words in result.stderr
         assert out.read_bytes() == before
-    assert _run(*order, made).exit_code == 0
+    result = _run(*order, made)
+    assert result.exit_code == 0
+    assert (
+        "calibrating on 64 tokens" in result.stderr
+    )  # no more than was asked for, though a window holds 512
     first = made.read_bytes()
     assert _run(*order, made, "--overwrite").exit_code == 0
     assert made.read_bytes() == first

@@ -146,7 +146,8 @@ def serve(hub: Hub) -> tuple[ThreadingHTTPServer, str]:
         def info(self, repo: str, revision: str | None, body: bytes) -> None:
             if (found := self.at(repo, revision)) is not None:
                 entries = [self.sibling(n, d) for n, d in sorted(found[1].items())]
-                self.json({"_id": "1", "id": repo, "sha": found[0], "siblings": entries, "tags": []})
+                about = {"_id": "1", "id": repo, "sha": found[0], "tags": []}
+                self.json(about | {"private": hub.visibility.get(repo) == "private", "siblings": entries})
 
         def sibling(self, name: str, data: bytes) -> dict[str, Any]:
             entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": "0" * 40}

@@ -116,12 +116,24 @@ def test_a_dry_run_asks_nothing(hub: Any, artifact: Path) -> None:
 def test_private_and_pull_request(hub: Any, artifact: Path) -> None:
     push_artifact(artifact, REPO, private=True)
     assert hub.visibility[REPO] == "private"
+    push_artifact(artifact, REPO, private=True)  # again: it is private
     hub.commit("org/other", {".gitattributes": b""})
     report = push_artifact(artifact, "org/other", create_pr=True)
     assert hub.pull_requests == 1
     assert (report.url or "").endswith("/org/other/discussions/1")
     assert list(hub.files("org/other")) == [".gitattributes"]  # main is untouched
     assert expected(artifact).keys() <= hub.commits["org/other"][report.commit].keys()
+
+
+def test_private_is_never_public(hub: Any, artifact: Path) -> None:
+    """The Hub keeps a repository as it is, and says nothing."""
+    hub.commit(REPO, {".gitattributes": b""})
+    with pytest.raises(OutputError, match=f"{REPO}: is there already, and public"):
+        push_artifact(artifact, REPO, private=True)
+    assert (hub.uploads, list(hub.files(REPO))) == ([], [".gitattributes"])
+    result = CliRunner().invoke(app, ["push", str(artifact), REPO, "--private", "--create-pr"])
+    assert result.exit_code == 1
+    assert "exclude each other" in result.stderr
 
 
 def test_what_is_there_already(hub: Any, artifact: Path) -> None:

@@ -147,7 +147,7 @@ def calibration_ids(
     tokens : int
         Most tokens to take.
     ctx : int
-        Length of a sequence, where the model allows it.
+        Length of a sequence, where the model and ``tokens`` allow it.
 
     Returns
     -------
@@ -162,14 +162,14 @@ def calibration_ids(
     """
     from trapetum.runtime.tokenizer import Tokenizer
 
-    ctx = min(ctx, parse_config(source.config).max_position_embeddings or ctx)
+    ctx = min(ctx, parse_config(source.config).max_position_embeddings or ctx, tokens)
     ids = np.array(Tokenizer.from_source(source).encode(text), np.intp)
     if not ids.size:
         raise RecipeError("the calibration text has no token", hint="Name a text of a few hundred kilobytes.")
     if ids.size < ctx:
         return ids[None]
     windows = ids[: ids.size // ctx * ctx].reshape(-1, ctx)
-    wanted = max(1, tokens // ctx)
+    wanted = tokens // ctx
     if wanted >= len(windows):
         return windows
     return windows[np.arange(wanted) * len(windows) // wanted]

@@ -82,7 +82,7 @@ def _prepare(model: Model, ids: Ids, ctx: int, score: str) -> tuple[NDArray[np.i
         raise RecipeError(f"score is {score!r}; {' and '.join(SCORES)} are known")
     if ctx < 2:
         raise RecipeError(f"ctx is {ctx}; at least 2 tokens are needed to predict one")
-    model.check_length(ctx)
+    model.check_length(ctx, f"Give --ctx {model.config.max_length}, or less.")
     array = np.asarray(model.tokenizer.encode(ids) if isinstance(ids, str) else ids)
     first = SCORES[score].first(ctx)
     if first >= ctx:

@@ -328,14 +328,11 @@ class Model:
         self.check_length(array.size)
         return array.astype(np.intp)
 
-    def check_length(self, length: int) -> None:
-        """Raise ``RecipeError`` if the model cannot take ``length`` positions."""
+    def check_length(self, length: int, remedy: str = "Shorten the text.") -> None:
+        """Raise ``RecipeError`` if the model cannot take ``length`` positions; ``remedy`` is the hint."""
         limit = self.config.max_length
         if limit is not None and length > limit:
-            raise RecipeError(
-                f"{length} tokens do not fit in the model's context of {limit}",
-                hint="shorten the text, ask for fewer tokens, or use a smaller --ctx",
-            )
+            raise RecipeError(f"{length} tokens do not fit in the model's context of {limit}", hint=remedy)
 
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache for ``batch`` sequences."""
@@ -440,7 +437,7 @@ class Model:
         prompt = self.check_ids(ids)
         if n < 0:
             raise RecipeError(f"n is {n}; 0 or more new tokens can be asked for")
-        self.check_length(prompt.size + n)
+        self.check_length(prompt.size + n, "Shorten the prompt, or ask for fewer new tokens.")
         ends = set(self.eos_token_ids if stop_ids is None else stop_ids)
         has_tokenizer = self.source.tokenizer_file() is not None
         stream = TextStream(self.tokenizer, stop) if stop or (on_token and has_tokenizer) else None
