@@ -179,3 +179,15 @@ def test_a_real_checkpoint_runs_as_it_is(tmp_path: Path) -> None:
         np.testing.assert_allclose(
             source.load(f"{stem}.weight").values, meant(SAMPLE, stem), rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize(("part", "value"), [("codebooks", np.inf), ("scales", np.nan)])
+@pytest.mark.parametrize("scheme", ["asis", "kmeans"])
+def test_what_is_not_finite_is_refused_by_name(tmp_path: Path, part: str, value: float, scheme: str) -> None:
+    """Sums of infinities warn, and no warning may come before the refusal."""
+    name = f"{UP}.{part}"
+    broken = safetensors_numpy.load_file(write(tmp_path / "good") / "model.safetensors")[name].copy()
+    broken.reshape(-1)[3] = value
+    with pytest.raises(CheckpointError, match=rf"tensor {UP}\.weight holds \d+ NaN and \d+ infinite values"):
+        quantize_model(write(tmp_path / "m", change={name: broken}), tmp_path / "out", scheme=scheme)
+    assert not (tmp_path / "out").exists()

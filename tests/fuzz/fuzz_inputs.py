@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import trapetum
 from trapetum.formats.imatrix import MomentsWriter, write_imatrix
 from trapetum.formats.parts import write_part
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
+from trapetum.packing import pack_bits
 from trapetum.progress import Progress
 from trapetum.tensors import DenseTensor
 
@@ -33,6 +35,13 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'][0:3] | trim }}{{ 1 + 1 }}"
+    "{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+)
+CARD = "---\nlicense: [mit, 'other']\nlanguage:\n- en\nbase_model: a/b\n---\n# Title\n"
 
 
 def _tokenizer() -> dict[str, Any]:
@@ -89,25 +98,89 @@ def make_model(folder: Path) -> Path:
     )
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    )
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "README.md").write_text(CARD)
     return folder
 
 
-def make_fp8(folder: Path) -> Path:
-    """Two matrices in 8-bit floats with a scale for each block of 128 x 128, as DeepSeek's checkpoints are."""
+Arrays = dict[str, np.ndarray[Any, Any]]
+_STEM = "model.layers.0.mlp.{}_proj."
+
+
+def _fp8(rng: np.random.Generator, stem: str) -> Arrays:
+    """8-bit floats with a scale for each block of 128 x 128, as DeepSeek's checkpoints are."""
+    codes = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
+    return {
+        f"{stem}weight": rng.choice(codes, (256, 256)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn),
+        f"{stem}weight_scale_inv": rng.uniform(0.1, 0.2, (2, 2)).astype(np.float32),
+    }
+
+
+def _bitnet(rng: np.random.Generator, stem: str) -> Arrays:
+    """Four codes 0, 1, 2 a byte, and one scale."""
+    codes = rng.integers(0, 3, (4, 64, 256)).astype(np.uint8)
+    packed = codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
+    return {f"{stem}weight": packed, f"{stem}weight_scale": np.array([1.3], ml_dtypes.bfloat16)}
+
+
+def _mlx(rng: np.random.Generator, stem: str) -> Arrays:
+    """Two bits in words of 32, a scale and a bias for 64 weights."""
+    codes = pack_bits(rng.integers(0, 3, (256, 256)).astype(np.uint8), 2).view("<u4")
+    scales = (rng.random((256, 4)) + 0.5).astype(np.float16)
+    return {f"{stem}weight": codes, f"{stem}scales": scales, f"{stem}biases": -scales}
+
+
+def _aqlm(rng: np.random.Generator, stem: str) -> Arrays:
+    """Two codebooks of 256 entries over groups of 8, a scale for each row."""
+    return {
+        f"{stem}codes": rng.integers(-128, 128, (256, 32, 2)).astype(np.int8),
+        f"{stem}codebooks": (rng.standard_normal((2, 256, 1, 8)) * 0.1).astype(np.float16),
+        f"{stem}scales": (rng.random((256, 1, 1, 1)) + 0.5).astype(np.float16),
+    }
+
+
+def _mxfp4(rng: np.random.Generator, stem: str) -> Arrays:
+    """Two 4-bit floats a byte, an exponent for 32 weights."""
+    return {
+        f"{stem}weight_blocks": rng.integers(0, 256, (256, 8, 16)).astype(np.uint8),
+        f"{stem}weight_scales": rng.integers(110, 124, (256, 8)).astype(np.uint8),
+    }
+
+
+PACKED: dict[str, tuple[Callable[[np.random.Generator, str], Arrays], dict[str, Any]]] = {
+    "fp8": (_fp8, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}),
+    "bitnet": (_bitnet, {"quantization_config": {"quant_method": "bitnet"}}),
+    "mlx": (_mlx, {"quantization": {"group_size": 64, "bits": 2}}),
+    "mxfp4": (_mxfp4, {"quantization_config": {"quant_method": "mxfp4"}}),
+    "aqlm": (
+        _aqlm,
+        {
+            "quantization_config": {
+                "quant_method": "aqlm", "in_group_size": 8, "out_group_size": 1, "nbits_per_codebook": 8,
+                "num_codebooks": 2,
+            }
+        },
+    ),
+}  # fmt: skip
+"""Forms of packed checkpoints: what a matrix is stored as, and what config.json says of it."""
+
+
+def make_packed(kind: str, folder: Path) -> Path:
+    """Two packed matrices beside an embedding."""
     rng = np.random.default_rng(1)
     folder.mkdir(parents=True)
-    codes = np.setdiff1d(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
-    tensors: dict[str, np.ndarray[Any, Any]] = {"model.embed_tokens.weight": np.ones((64, 256), np.float16)}
+    arrays, settings = PACKED[kind]
+    tensors: Arrays = {"model.embed_tokens.weight": np.ones((64, 256), np.float16)}
     for part in ("gate", "up"):
-        name = f"model.layers.0.mlp.{part}_proj.weight"
-        tensors[name] = rng.choice(codes, (256, 256)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = rng.uniform(0.1, 0.2, (2, 2)).astype(np.float32)
+        tensors |= arrays(rng, _STEM.format(part))
     entries = [Entry(n, a.dtype, a.shape) for n, a in tensors.items()]
     with SafetensorsWriter(folder / "model.safetensors", entries) as writer:
         for name, array in tensors.items():
             writer.write(name, array)
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": settings}))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **settings}))
     return folder
 
 
@@ -125,7 +198,8 @@ def make_base(base: Path) -> Path:
     trapetum.export_artifact(base / "additive", "cbk", base / "additive.cbk")
     for name, made in {"ternary": "planes", "codebook": "tiles", "additive": "tiles-additive"}.items():
         trapetum.export_artifact(base / name, "planes", base / made)
-    make_fp8(base / "fp8")
+    for kind in PACKED:
+        make_packed(kind, base / kind)
     weight = "model.layers.0.self_attn.q_proj.weight"
     write_imatrix(base / "x.imatrix", {weight: (np.ones(256, np.float32), 9)}, datasets=["a"])
     with MomentsWriter(base / "x.moments", [((weight,), 256)]) as writer:

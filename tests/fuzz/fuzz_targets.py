@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuzz_inputs import PACKED
+
 import trapetum
 from trapetum.batch import read_jobs
 from trapetum.export.report_page import report_html
@@ -20,6 +22,7 @@ from trapetum.formats.parts import read_part
 from trapetum.formats.source import open_source
 from trapetum.measured import measured_rows
 from trapetum.push import push_artifact
+from trapetum.quantize.card import read_front_matter
 from trapetum.quantize.journal import Journal
 from trapetum.quantize.recipe import resolve_recipe
 from trapetum.quantize.shared_job import merge_parts
@@ -86,6 +89,11 @@ def read_tokenizer(path: Path) -> None:
     tokenizer.decode(tokenizer.encode("a b \u4e00\u4e01"))
 
 
+def chat(path: Path) -> None:
+    """The chat template, on a question."""
+    Tokenizer(path / "tokenizer.json").chat([{"role": "user", "content": "a b"}])
+
+
 @dataclass
 class Target:
     """One reader.
@@ -130,7 +138,7 @@ TARGETS: dict[str, Target] = {
         Target("artifact-ternary", _copy("ternary"), (read_artifact, verify), _WEIGHTS),
         Target("artifact-blocks", _copy("blocks"), (read_artifact, verify), _WEIGHTS),
         Target("artifact-additive", _copy("additive"), (read_artifact, verify), _WEIGHTS),
-        Target("fp8", _copy("fp8"), (read_source,), _WEIGHTS),
+        *(Target(kind, _copy(kind), (read_source,), _WEIGHTS) for kind in PACKED),
         Target("cbk", _copy("x.cbk"), (read_source, verify)),
         Target("cbk-additive", _copy("additive.cbk"), (read_source, verify)),
         Target("cbk-folder", _copy("cbk"), (verify, read_source), ("*.json",)),
@@ -148,6 +156,8 @@ TARGETS: dict[str, Target] = {
         Target("sums", _copy("planes", "SHA256SUMS"), (check_files,)),
         Target("job", _copy("job"), (read_job,), (".trapetum/*.json", ".trapetum/parts/*")),
         Target("tokenizer", _copy("model", "tokenizer.json"), (read_tokenizer,)),
+        Target("chat", _copy("model"), (chat,), ("*.jinja", "tokenizer_config.json")),
+        Target("card", _copy("model"), (read_front_matter,), ("README.md",)),
     )
 }
 

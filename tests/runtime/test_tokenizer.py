@@ -189,6 +189,21 @@ def test_templates_are_sandboxed_and_checked(tmp_path: Path, template: str) -> N
         with_settings(tmp_path, {"chat_template": template}).chat(TALK)
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ 'a' + 1 }}", "{{ range(10 ** 9) }}", "{{ messages[7].x }}"]
+)
+def test_a_template_that_fails_is_named(tmp_path: Path, template: str) -> None:
+    with pytest.raises(CheckpointError, match="the chat template fails: ") as caught:
+        with_settings(tmp_path, {"chat_template": template}).chat(TALK)
+    assert "\n" not in caught.value.message
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: not a template that can be read"):
+        with_settings(tmp_path, {}).chat(TALK)
+
+
 def test_no_template(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no chat template"):
         with_settings(tmp_path, {}).chat(TALK)

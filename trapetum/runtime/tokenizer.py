@@ -103,7 +103,10 @@ class Tokenizer:
         """The Jinja source of the chat template: chat_template.jinja, else the entry in tokenizer_config.json."""
         file = self.path.with_name("chat_template.jinja")
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeError) as error:
+                raise CheckpointError(f"{file}: not a template that can be read: {error}") from error
         stated = self._settings.get("chat_template")
         if isinstance(stated, list):  # several, by name
             named = {t.get("name"): t.get("template") for t in stated if isinstance(t, Mapping)}
@@ -127,11 +130,10 @@ class Tokenizer:
         Raises
         ------
         CheckpointError
-            If the model has no template, or the template is faulty.
+            If the model has no template, or the template is faulty or fails.
         RecipeError
             If the template refuses the conversation.
         """
-        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         if self.chat_template is None:
@@ -151,8 +153,11 @@ class Tokenizer:
             return environment.from_string(self.chat_template).render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self._special_tokens()
             )
-        except TemplateError as error:
-            raise CheckpointError(f"{self.path.parent}: chat template: {error}") from error
+        except RecipeError:
+            raise
+        except Exception as error:  # a template computes: it may divide by zero, or add a text to a number
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise CheckpointError(f"{self.path.parent}: the chat template fails: {said}") from error
 
     def _special_tokens(self) -> dict[str, str]:
         """``bos_token``, ``eos_token`` ...: plain strings, or the older {"content": ...} form."""

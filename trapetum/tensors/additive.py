@@ -88,9 +88,10 @@ class AdditiveTensor(QuantizedTensor):
         codes, scales = self.codes[:, :, part], self.scales[part].astype(np.float32)
         books = self.codebooks.astype(np.float32)
         total = np.zeros((scales.shape[0], codes.shape[1], GROUP), np.float32)
-        for book, chosen in zip(books, codes, strict=True):
-            total += book[chosen.T]
-        values = (total * scales[:, None, None]).reshape(scales.shape[0], GROUP * codes.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):  # for a finite check to say, not for a warning
+            for book, chosen in zip(books, codes, strict=True):
+                total += book[chosen.T]
+            values = (total * scales[:, None, None]).reshape(scales.shape[0], GROUP * codes.shape[1])
         return values.reshape(self.shape) if rows is None else values
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
