@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,9 +33,9 @@ from numpy.typing import NDArray
 from trapetum.errors import FormatError
 from trapetum.formats.gguf import GgufFile
 from trapetum.formats.gguf_header import MAGIC
-from trapetum.formats.gguf_names import FAMILIES, gguf_name, hf_name
 from trapetum.formats.gguf_values import ValueType
 from trapetum.formats.gguf_writer import GgufWriter
+from trapetum.formats.imatrix_names import is_known, stored_name, written_names
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter, header_bytes
 
@@ -51,39 +50,6 @@ __all__ = [
 
 MOMENTS_FORMAT = "trapetum-moments-1"
 _MOST_TOKENS = 10**18
-
-_EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_(exps|shexp)\.weight$")
-_HF_EXPERT = re.compile(r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
-# The columns of ssm_out lie in another order in most files, k_b is multiplied from its other side.
-_OTHER_INPUTS = re.compile(r"\.(linear_attn\.out_proj|self_attn\.[kv]_b_proj)\.")
-_HF_STACK = re.compile(
-    r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate|up|down|gate_up)_proj(\.weight)?$"
-)
-_HF_SHARED = re.compile(r"^(.*\.)?layers\.(\d+)\.mlp\.shared_experts?\.(gate|up|down)_proj\.weight$")
-_EXPERT_PARTS = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
-}  # fmt: skip
-
-
-def _located(name: str) -> tuple[str, int | None]:
-    """(GGUF name, expert, None for a stack of all) of a checkpoint's weight; its own name where GGUF has none."""
-    if found := _HF_STACK.match(name):
-        return f"blk.{found[2]}.ffn_{found[3].partition('_')[0]}_exps.weight", None
-    if found := _HF_EXPERT.match(name):
-        part = _EXPERT_PARTS.get(found[4])
-        if part is not None:
-            return f"blk.{found[2]}.ffn_{part}_exps.weight", int(found[3])
-    if found := _HF_SHARED.match(name):
-        return f"blk.{found[2]}.ffn_{found[3]}_shexp.weight", 0
-    prefixed = name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
-    return gguf_name(prefixed) or _family_name(prefixed) or name, 0
-
-
-def _family_name(name: str) -> str | None:
-    """The name that some family has for a weight, where its inputs in the engine are those of the checkpoint."""
-    if _OTHER_INPUTS.search(name):
-        return None
-    return next((found for f in FAMILIES.values() if (found := gguf_name(name, f))), None)
 
 
 class InputStatistics(ABC):
@@ -167,7 +133,7 @@ class ImatrixFile(InputStatistics):
     def __init__(self, path: Path, kind: str, entries: Mapping[str, _Entry]) -> None:
         self.path, self.kind, self.notes = path, kind, []
         self._entries = entries
-        foreign = [n for n in entries if hf_name(n) is None and not _EXPERTS.match(n)]
+        foreign = [n for n in entries if not is_known(n)]
         if foreign:
             self.notes.append(
                 f"{path}: {len(foreign)} entries are of no tensor that we know and are not used: "
@@ -180,7 +146,7 @@ class ImatrixFile(InputStatistics):
 
     def diagonal(self, name: str, in_features: int) -> NDArray[np.float32] | None:
         """See :meth:`InputStatistics.diagonal`."""
-        key, expert = _located(name)
+        key, expert = stored_name(name)
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -393,7 +359,8 @@ def write_imatrix(
     path : path-like
     squares : mapping of str to (ndarray, int)
         By the checkpoint's name of the weight: sum of squares of each input [in_features], and tokens. Experts of a
-        layer become rows of one stack.
+        layer become rows of one stack. Of a stack of all experts, [experts, in_features]: engines want as many rows as
+        there are experts, and llama.cpp's quantizer stops where they are fewer.
     datasets : sequence of str
         What was read; informative.
     chunk_size : int
@@ -408,17 +375,18 @@ def write_imatrix(
     stacks: dict[str, dict[int | None, tuple[NDArray[Any], int]]] = {}
     left_out = []
     for name, value in squares.items():
-        key, expert = _located(name)
-        if key == name:
-            left_out.append(name)
-        else:
+        keys = written_names(name)
+        left_out += [] if keys else [name]
+        for key, expert in keys:
             stacks.setdefault(key, {})[expert] = value
     most = max((count for stack in stacks.values() for _, count in stack.values()), default=0)
     arrays = {}
     for key, stack in sorted(stacks.items()):
         members = [stack[expert] for expert in sorted(stack, key=lambda e: e or 0)]
-        arrays[f"{key}.in_sum2"] = np.stack([np.asarray(sums, np.float32) for sums, _ in members])
-        arrays[f"{key}.counts"] = np.array([[count] for _, count in members], np.float32)
+        rows = [np.atleast_2d(np.asarray(sums, np.float32)) for sums, _ in members]
+        arrays[f"{key}.in_sum2"] = np.concatenate(rows)
+        counts = [count for row, (_, count) in zip(rows, members) for _ in row]
+        arrays[f"{key}.counts"] = np.array(counts, np.float32)[:, None]
     with GgufWriter(Path(path), replace=replace) as writer:
         writer.add("general.type", "imatrix")
         writer.add("imatrix.datasets", list(datasets), ValueType.ARRAY, ValueType.STRING)

@@ -337,7 +337,11 @@ def collect_importance(
         pool = Pool(threads)
         try:
             found = {
-                name: (inputs.squares, inputs.tokens)
+                # a stack of experts has a row for each of them, all alike
+                name: (
+                    np.broadcast_to(inputs.squares, (*source.shape(name)[:-2], inputs.squares.size)),
+                    inputs.tokens,
+                )
                 for inputs in collect(source, ids, pool, progress=progress)
                 for name in inputs.weights
             }

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from trapetum.errors import FormatError
+from trapetum.formats.gguf import GgufFile
 from trapetum.formats.imatrix import MomentsWriter, open_statistics, write_imatrix
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -197,6 +198,45 @@ def test_weights_that_only_some_families_have(arch: str, name: str, tmp_path: Pa
         found = file.diagonal(weight, 4)
         assert found is not None
         np.testing.assert_array_equal(found, squares / 2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "theirs"),
+    [
+        ("linear_attn.in_proj_qkvz.weight", ("attn_gate", "attn_qkv")),
+        ("mlp.experts.gate_up_proj", ("ffn_gate_exps", "ffn_up_exps")),
+        ("mlp.experts.down_proj", ("ffn_down_exps",)),
+    ],
+)
+def test_what_engines_have_apart_or_stacked_is_written_as_they_have_it(
+    weight: str, theirs: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A row for each expert, under the names of every tensor that reads the input; read back, the importance is it."""
+    name, squares = f"model.layers.3.{weight}", np.arange(4, dtype=np.float64)
+    sums = np.broadcast_to(squares, (5, 4)) if "experts" in weight else squares
+    assert write_imatrix(tmp_path / "x.gguf", {name: (sums, 2)}) == []
+    with GgufFile.open(tmp_path / "x.gguf") as file:
+        rows = 5 if "experts" in weight else 1
+        shapes = {n: info.shape for n, info in file.tensors.items()}
+        promised = {
+            f"blk.3.{t}.weight.{end}": width for t in theirs for end, width in (("in_sum2", 4), ("counts", 1))
+        }
+        assert shapes == {n: (rows, width) for n, width in promised.items()}
+    with open_statistics(tmp_path / "x.gguf") as known:
+        found = known.diagonal(name, 4)
+        assert found is not None
+        np.testing.assert_array_equal(found, squares / 2)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "language_model.", ""])
+def test_a_text_model_inside_another(prefix: str, tmp_path: Path) -> None:
+    """Its weights have the names of the text model alone; entries of some family only are not called unknown."""
+    weights = [f"{prefix}layers.3.{n}.weight" for n in ("self_attn.q_proj", "linear_attn.in_proj_z")]
+    assert write_imatrix(tmp_path / "x.gguf", {w: (np.ones(4), 2) for w in weights}) == []
+    with open_statistics(tmp_path / "x.gguf") as file:
+        assert file.names() == ["blk.3.attn_gate.weight", "blk.3.attn_q.weight"]
+        assert file.notes == []
+        assert all(file.diagonal(w, 4) is not None for w in weights)
 
 
 @pytest.mark.parametrize("name", ["linear_attn.out_proj", "self_attn.k_b_proj", "self_attn.kv_b_proj"])
