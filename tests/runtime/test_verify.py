@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+from fuzz_inputs import make_model
 
 import trapetum
 from trapetum.errors import FormatError, RecipeError, VerifyError
@@ -22,6 +23,18 @@ def made(tmp_path_factory, demo_model):
     trapetum.export_artifact(folder / "artifact", "cbk", folder / "x.cbk")
     trapetum.export_artifact(folder / "artifact", "hf", folder / "hf")
     trapetum.quantize_model(demo_model, folder / "ternary", bits=1.58)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The same of a model of half a million weights, for tests that verify again and again."""
+    folder = tmp_path_factory.mktemp("small")
+    model = make_model(folder / "model")
+    trapetum.quantize_model(model, folder / "artifact", bits=4, effort="fast")
+    trapetum.quantize_model(model, folder / "ternary", bits=1.58, effort="fast")
+    for format, name in (("cbk", "cbk"), ("cbk", "x.cbk"), ("hf", "hf")):
+        trapetum.export_artifact(folder / "artifact", format, folder / name)
     return folder
 
 
@@ -58,9 +71,9 @@ def test_good_exports(made, demo_model, name):
     assert verify_path(made / name).ok
 
 
-def test_every_file_of_an_artifact_is_covered(made, tmp_path):
+def test_every_file_of_an_artifact_is_covered(small, tmp_path):
     copy = tmp_path / "artifact"
-    shutil.copytree(made / "artifact", copy)
+    shutil.copytree(small / "artifact", copy)
     files = [p for p in sorted(copy.rglob("*")) if p.is_file()]
     assert {"run.jsonl", "SHA256SUMS", "trapetum.json"} <= {p.name for p in files}
     assert len(files) > 5
@@ -74,10 +87,10 @@ def test_every_file_of_an_artifact_is_covered(made, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cbk", "x.cbk"])
-def test_every_byte_of_a_cbk_is_covered(made, tmp_path, name):
+def test_every_byte_of_a_cbk_is_covered(small, tmp_path, name):
     copy = tmp_path / "made"
     copy.mkdir()
-    sources = [made / "x.cbk", made / "x.cbk.json"] if name == "x.cbk" else list((made / "cbk").iterdir())
+    sources = [small / "x.cbk", small / "x.cbk.json"] if name == "x.cbk" else list((small / "cbk").iterdir())
     for file in sources:
         shutil.copyfile(file, copy / file.name)
     target = copy / "x.cbk" if name == "x.cbk" else copy
@@ -93,15 +106,17 @@ def test_every_byte_of_a_cbk_is_covered(made, tmp_path, name):
     assert verify_path(target).ok
 
 
-def test_every_byte_of_the_lists_is_covered(made, tmp_path):
+@pytest.mark.parametrize("all_masks", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_byte_of_the_lists_is_covered(small, tmp_path, all_masks):
     """The lists that say what the other files are have no list above them."""
     copy = tmp_path / "artifact"
-    shutil.copytree(made / "artifact", copy)
+    shutil.copytree(small / "artifact", copy)
     with trapetum.open_artifact(copy) as art:
         for name in ("SHA256SUMS", "run.jsonl"):
             raw = (copy / name).read_bytes()
             for offset in range(0, len(raw), 1 if name == "SHA256SUMS" else 7):
-                for mask in (1, 10, 32, 128):
+                masks = (1, 10, 32, 128)
+                for mask in masks if all_masks else masks[offset % 4 :][:1]:
                     broken = bytearray(raw)
                     broken[offset] ^= mask
                     (copy / name).write_bytes(broken)
@@ -111,19 +126,19 @@ def test_every_byte_of_the_lists_is_covered(made, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "split", "hf", "planes"])
-def test_every_file_of_other_exports_is_covered(made, tmp_path, name):
+def test_every_file_of_other_exports_is_covered(small, tmp_path, name):
     copy = tmp_path / "made"
     copy.mkdir()
     if name == "x.gguf":
-        trapetum.export_artifact(made / "artifact", "gguf", copy / name, gguf_type="Q8_0")
+        trapetum.export_artifact(small / "artifact", "gguf", copy / name, gguf_type="Q8_0")
     elif name == "split":
-        options = {"gguf_type": "F16", "max_shard_size": 2_000_000}
-        trapetum.export_artifact(made / "artifact", "gguf", copy / "x.gguf", **options)
+        options = {"gguf_type": "F16", "max_shard_size": 400_000}
+        trapetum.export_artifact(small / "artifact", "gguf", copy / "x.gguf", **options)
         assert len(list(copy.glob("*.gguf"))) > 1
     elif name == "planes":
-        trapetum.export_artifact(made / "ternary", "planes", copy, overwrite=True)
+        trapetum.export_artifact(small / "ternary", "planes", copy, overwrite=True)
     else:
-        shutil.copytree(made / name, copy, dirs_exist_ok=True)
+        shutil.copytree(small / name, copy, dirs_exist_ok=True)
     target = copy if name in ("hf", "planes") else sorted(copy.glob("*.gguf"))[0]
     checked = 0
     for file in sorted(p for p in copy.iterdir() if p.is_file()):
