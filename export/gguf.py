@@ -63,8 +63,9 @@ class GgufJob:
     action : str
         Key of :data:`ACTIONS`.
     origin : (TensorSource, str), optional
-        Where the values come from; None where ``values`` holds them.
-    values : ndarray of float32, optional
+        Where the values come from; None of what no checkpoint has.
+    stored : QuantizedTensor, optional
+        What the file gets, whatever the origin has.
     heads : int, optional
         Heads of a tensor whose rows change places.
     offset : float
@@ -79,7 +80,7 @@ class GgufJob:
     row: ExportRow
     action: str
     origin: tuple[TensorSource, str] | None = None
-    values: NDArray[np.float32] | None = None
+    stored: QuantizedTensor | None = None
     heads: int | None = None
     offset: float = 0.0
     common_scale: float | None = None
@@ -195,11 +196,13 @@ def _literal(text: str) -> str:
 
 def _stored_rows(job: GgufJob, pool: ThreadPoolExecutor, window: int) -> Iterator[NDArray[Any]]:
     """Blocks of rows as stored, in file order; fills in what the row of the report says."""
-    if job.origin is None:
-        yield np.asarray(job.values)
-        return
-    source, name = job.origin
     encode = ACTIONS[job.action]
+    if job.stored is not None:
+        yield encode(job, job.stored).data
+        return
+    if job.origin is None:
+        raise TypeError(f"{job.name} has neither an origin nor values")
+    source, name = job.origin
     lost = norm = 0.0
 
     def work(block: slice) -> _Stored:

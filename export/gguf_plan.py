@@ -42,6 +42,7 @@ from trapetum.formats.checksums import GGUF_SUMS, gguf_sums
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
 from trapetum.formats.gguf_rotation import rotation_pairs
+from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Role, text_config
 from trapetum.models.config import ModelConfig, parse_config
@@ -161,7 +162,7 @@ class _Planner:
         majority = weights.most_common(1)[0][0]
         title, parameters = (
             model_title(self.request.artifact),
-            sum(math.prod(j.shape) for j in jobs if j.values is None),
+            sum(math.prod(j.shape) for j in jobs if j.origin is not None),
         )
         pairs = {
             **general_pairs(self.request.artifact, str(self.arch.gguf), title, parameters, majority),
@@ -187,7 +188,7 @@ class _Planner:
         jobs = []
         for factors_name, factors in rope_tensors(self.config).items():
             row = ExportRow(factors_name, "exact", "from config.json -> F32")
-            jobs.append(GgufJob(row.name, _F32, factors.shape, row, "plain", values=factors))
+            jobs.append(GgufJob(row.name, _F32, factors.shape, row, "plain", stored=DenseTensor(factors)))
         place = {module.part: i for i, module in enumerate(self.arch.modules)}
 
         def order(item: tuple[Role, str]) -> tuple[int, ...]:
@@ -223,14 +224,31 @@ class _Planner:
             offset=self.arch.module(role.part).offset,
         )
         stored = self._stored(name)
-        if len(job.shape) > 1 and role.kind not in _ALWAYS_F32:
+        taken_over = self._take_over(job, role, name)
+        if len(job.shape) > 1 and role.kind not in _ALWAYS_F32 and not taken_over:
             self._choose(job, role, name)
         job.row.detail = f"{stored} -> {job.kind.name}" + job.row.detail
         if job.common_scale is None:
             return [job]
         row = ExportRow(target.removesuffix("weight") + "scale", "exact", f"scale of {target} -> F32")
         scale = np.array([job.common_scale], np.float32)
-        return [job, GgufJob(row.name, _F32, (1,), row, "plain", values=scale)]
+        return [job, GgufJob(row.name, _F32, (1,), row, "plain", stored=DenseTensor(scale))]
+
+    def _take_over(self, job: GgufJob, role: Role, name: str) -> bool:
+        """Of a GGUF, take as they are what a checkpoint's form of it loses: norms and rates, blocks of cut heads.
+
+        A norm less one and the logarithm of a rate are rounded in float32. Blocks across heads are read as numbers.
+        """
+        file = self.request.artifact
+        if not isinstance(file, GgufSource):
+            return False
+        found = file.as_in_file(name)
+        cut = role.part == "delta_out" and file.layout(name) == DenseTensor.layout
+        if isinstance(found, BlockTensor) and cut and self.asked == AUTO:
+            job.kind, job.action, job.stored = found.block_type, "keep", found
+        elif found.layout == DenseTensor.layout and (job.offset or role.part == "delta_rate"):
+            job.stored, job.offset = found, 0.0
+        return job.stored is not None
 
     def _choose(self, job: GgufJob, role: Role, name: str) -> None:
         """Type and action of a matrix."""

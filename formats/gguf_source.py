@@ -242,6 +242,11 @@ class GgufSource:
         scale = self._scales.get(name)
         return stored if scale is None else _scaled(stored, scale)
 
+    def as_in_file(self, name: str) -> QuantizedTensor:
+        """A tensor as engines read it: norms and rates as other numbers than a checkpoint's, heads in their order."""
+        file, info = self._find(name)
+        return file.load(info.name)
+
     def _load(self, name: str, rows: slice | None) -> QuantizedTensor:
         file, info = self._find(name)
         if (part := delta_part(name)) and (sizes := self._delta) is not None:
