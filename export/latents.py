@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.export.stacks import StackedExperts
-from trapetum.export.view import SourceView
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import decoded, rotation_of
 from trapetum.formats.source import TensorSource
+from trapetum.formats.view import SourceView
 from trapetum.models.config import ModelConfig
 from trapetum.models.deepseek import LATENT, LatentOptions
 from trapetum.rotation import HadamardRotation
@@ -43,7 +43,7 @@ class _Record:
         return math.prod(self.shape)
 
 
-class LatentView(SourceView, ABC):
+class LatentView(SourceView[TensorSource], ABC):
     """A source in which some tensors are made of others; implements ``TensorSource``.
 
     Parameters
@@ -85,34 +85,34 @@ class LatentView(SourceView, ABC):
 
     def names(self) -> list[str]:
         """The source's but for what is hidden, then what is made."""
-        return [*(n for n in self.source.names() if n not in self._hidden), *self.made]
+        return [*(n for n in self.inner.names() if n not in self._hidden), *self.made]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
-        return self._shape(name) if name in self.made else self.source.shape(name)
+        return self._shape(name) if name in self.made else self.inner.shape(name)
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype; of a made tensor, the narrowest that holds it."""
         if name not in self.made:
-            return self.source.dtype(name)
+            return self.inner.dtype(name)
         found = {self._narrowest(origin) for origin in self.made[name]}
         return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
     def _narrowest(self, origin: str) -> np.dtype[Any]:
-        if self.source.layout(origin) == DenseTensor.layout:
-            return self.source.dtype(origin)
-        first = self.source.load(origin, slice(0, 1))
+        if self.inner.layout(origin) == DenseTensor.layout:
+            return self.inner.dtype(origin)
+        first = self.inner.load(origin, slice(0, 1))
         exact = isinstance(first, CodebookTensor) and first.codebook.dtype == np.float16
-        return np.dtype(np.float16 if exact and rotation_of(self.source, origin) is None else np.float32)
+        return np.dtype(np.float16 if exact and rotation_of(self.inner, origin) is None else np.float32)
 
     def layout(self, name: str) -> str:
         """``dense`` of what is made."""
-        return DenseTensor.layout if name in self.made else self.source.layout(name)
+        return DenseTensor.layout if name in self.made else self.inner.layout(name)
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """A tensor, or some rows of its matrix form."""
         if name not in self.made:
-            return self.source.load(name, rows)
+            return self.inner.load(name, rows)
         shape, dtype = self.shape(name), self.dtype(name)
         count = matrix_shape(shape)[0]
         per_head = count // self.options.heads
@@ -125,19 +125,19 @@ class LatentView(SourceView, ABC):
         return DenseTensor(joined if rows is not None else joined.reshape(shape))
 
     def _values(self, origin: str, rows: slice) -> NDArray[Any]:
-        tensor = self.source.load(origin, rows)
-        return tensor.values if isinstance(tensor, DenseTensor) else decoded(self.source, origin, rows)
+        tensor = self.inner.load(origin, rows)
+        return tensor.values if isinstance(tensor, DenseTensor) else decoded(self.inner, origin, rows)
 
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """The rotation that is folded into a tensor; what is made has none left."""
-        return None if name in self.made else rotation_of(self.source, name)
+        return None if name in self.made else rotation_of(self.inner, name)
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop the mapped pages of a tensor."""
         for origin in self.made.get(name, ()):
-            self.source.release(origin)
+            self.inner.release(origin)
         if name not in self.made:
-            self.source.release(name, rows)
+            self.inner.release(name, rows)
 
 
 class _Split(LatentView):

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from trapetum.errors import CheckpointError
-from trapetum.export.view import SourceView
 from trapetum.formats.artifact import Artifact
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.source import TensorSource
+from trapetum.formats.view import SourceView
 from trapetum.models.config import ModelConfig
 from trapetum.models.experts import SECTION, is_sparse
 from trapetum.rotation import HadamardRotation
@@ -58,7 +58,7 @@ class StackRecord:
         return math.prod(self.shape)
 
 
-class StackedExperts(SourceView):
+class StackedExperts(SourceView[TensorSource]):
     """A source with stacks in place of experts; implements ``TensorSource``.
 
     Parameters
@@ -86,28 +86,28 @@ class StackedExperts(SourceView):
 
     def names(self) -> list[str]:
         """Names of the stacks after those of all other tensors."""
-        return [*(n for n in self.source.names() if n not in self._within), *self._stacks]
+        return [*(n for n in self.inner.names() if n not in self._within), *self._stacks]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
-        return self._stacks[name][0] if name in self._stacks else self.source.shape(name)
+        return self._stacks[name][0] if name in self._stacks else self.inner.shape(name)
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype; float32 where experts differ."""
         if name not in self._stacks:
-            return self.source.dtype(name)
-        found = {self.source.dtype(p.name) for p in self._stacks[name][1]}
+            return self.inner.dtype(name)
+        found = {self.inner.dtype(p.name) for p in self._stacks[name][1]}
         return found.pop() if len(found) == 1 else np.dtype(np.float32)
 
     def layout(self, name: str) -> str:
         """Layout of the tensor, of all experts of a stack, or ``mixed``."""
         if name not in self._stacks:
-            return self.source.layout(name)
+            return self.inner.layout(name)
         if name not in self._layouts:
             pieces = self._stacks[name][1]
-            layouts = {self.source.layout(p.name) for p in pieces}
+            layouts = {self.inner.layout(p.name) for p in pieces}
             if layouts <= {BlockTensor.layout, TernaryTensor.layout}:
-                rows = (self.source.load(p.name, slice(p.rows.start, p.rows.start + 1)) for p in pieces)
+                rows = (self.inner.load(p.name, slice(p.rows.start, p.rows.start + 1)) for p in pieces)
                 layouts = {_form(tensor) for tensor in rows}
             layout = layouts.pop().partition(" ")[0]
             self._layouts[name] = MIXED if layouts else layout
@@ -116,10 +116,10 @@ class StackedExperts(SourceView):
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """A tensor, or some rows of its matrix form; codes of experts one under the other, or their values."""
         if name not in self._stacks:
-            return self.source.load(name, rows)
+            return self.inner.load(name, rows)
         shape, _ = self._stacks[name]
         start, stop, _ = (rows or slice(None)).indices(matrix_shape(shape)[0])
-        parts = [self.source.load(p.name, p.rows) for p in self._cut(name, start, stop)]
+        parts = [self.inner.load(p.name, p.rows) for p in self._cut(name, start, stop)]
         joined = _joined(parts, self.layout(name), (max(stop - start, 0), shape[-1]))
         if rows is not None or not isinstance(joined, DenseTensor):
             return joined
@@ -127,14 +127,14 @@ class StackedExperts(SourceView):
 
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """The rotation that is folded into a tensor."""
-        return rotation_of(self.source, self._stacks[name][1][0].name if name in self._stacks else name)
+        return rotation_of(self.inner, self._stacks[name][1][0].name if name in self._stacks else name)
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop the mapped pages of a tensor."""
         for piece in self._stacks[name][1] if name in self._stacks else ():
-            self.source.release(piece.name)
+            self.inner.release(piece.name)
         if name not in self._stacks:
-            self.source.release(name, rows)
+            self.inner.release(name, rows)
 
     def _cut(self, name: str, start: int, stop: int) -> Iterator[Piece]:
         """The stored rows behind rows ``start`` to ``stop`` of a stack."""

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.export.view import SourceView
 from trapetum.formats.decoded import decoded, rotation_of
 from trapetum.formats.packed_mxfp4 import is_gpt_oss
 from trapetum.formats.source import TensorSource
+from trapetum.formats.view import SourceView
 from trapetum.models.architectures import resolve
 from trapetum.rotation import HadamardRotation
 from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
@@ -39,7 +39,7 @@ class _Turned:
     names: tuple[str, ...]
 
 
-class UnstackedExperts(SourceView):
+class UnstackedExperts(SourceView[TensorSource]):
     """A source with a checkpoint's own tensors in place of stacks; implements ``TensorSource``.
 
     Parameters
@@ -65,25 +65,25 @@ class UnstackedExperts(SourceView):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Logical shape."""
-        return self._made[name][0] if name in self._made else self.source.shape(name)
+        return self._made[name][0] if name in self._made else self.inner.shape(name)
 
     def dtype(self, name: str) -> np.dtype[Any]:
         """Stored dtype."""
-        return self.source.dtype(self._origin(name))
+        return self.inner.dtype(self._origin(name))
 
     def layout(self, name: str) -> str:
         """Layout of what a tensor is made of."""
-        return self.source.layout(self._origin(name))
+        return self.inner.layout(self._origin(name))
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """A tensor, or some rows of its matrix form; decoded where it is turned."""
         if name not in self._made:
-            return self.source.load(name, rows)
+            return self.inner.load(name, rows)
         shape, where = self._made[name]
         start, stop, _ = (rows or slice(None)).indices(matrix_shape(shape)[0])
         stop = max(start, stop)
         if isinstance(where, _Rows):
-            return self.source.load(where.name, slice(where.rows.start + start, where.rows.start + stop))
+            return self.inner.load(where.name, slice(where.rows.start + start, where.rows.start + stop))
         values = self._bias(where) if len(shape) == 2 else self._turned(where, shape, start, stop)
         values = values[start:stop] if len(shape) == 2 else values
         return DenseTensor(values if rows is not None else values.reshape(shape))
@@ -91,14 +91,14 @@ class UnstackedExperts(SourceView):
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """The rotation that is folded into what ``load`` gives; undone where that is turned."""
         turned = name in self._made and isinstance(self._made[name][1], _Turned)
-        return None if turned else rotation_of(self.source, self._origin(name))
+        return None if turned else rotation_of(self.inner, self._origin(name))
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Drop the mapped pages of a tensor."""
         if name in self._made:
-            self.source.release(self._origin(name))
+            self.inner.release(self._origin(name))
         else:
-            self.source.release(name, rows)
+            self.inner.release(name, rows)
 
     def _origin(self, name: str) -> str:
         if name not in self._made:
@@ -107,7 +107,7 @@ class UnstackedExperts(SourceView):
         return where.name if isinstance(where, _Rows) else where.names[0]
 
     def _bias(self, where: _Turned) -> NDArray[np.float32]:
-        return _alternating([self.source.load(n).dequantize() for n in where.names])
+        return _alternating([self.inner.load(n).dequantize() for n in where.names])
 
     def _turned(self, where: _Turned, shape: tuple[int, ...], start: int, stop: int) -> NDArray[np.float32]:
         inputs, outputs = shape[1:]
@@ -121,9 +121,9 @@ class UnstackedExperts(SourceView):
         """Rows of an expert, one an output; kept until another is asked for, since blocks of rows cut across them."""
         key = where.names[0], expert
         if self._expert is None or self._expert[0] != key:
-            height = self.source.shape(where.names[0])[1]
+            height = self.inner.shape(where.names[0])[1]
             rows = slice(expert * height, (expert + 1) * height)
-            stacks = [decoded(self.source, n, rows).T for n in where.names]
+            stacks = [decoded(self.inner, n, rows).T for n in where.names]
             self._expert = key, _alternating(stacks).T
         return self._expert[1]
 

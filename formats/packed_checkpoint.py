@@ -10,14 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import CheckpointError
 from trapetum.formats.checkpoint import Checkpoint
-from trapetum.formats.safetensors import SafetensorsFile
+from trapetum.formats.view import CheckpointView
 from trapetum.tensors import DenseTensor, QuantizedTensor, matrix_shape
 
 __all__ = ["PackedCheckpoint", "PackedRecord"]
@@ -34,7 +33,7 @@ class PackedRecord:
     nbytes: int
 
 
-class PackedCheckpoint(ABC):
+class PackedCheckpoint(CheckpointView[Checkpoint], ABC):
     """A checkpoint that decodes its packed tensors when they are loaded; implements ``TensorSource``.
 
     Parameters
@@ -43,16 +42,10 @@ class PackedCheckpoint(ABC):
         The files; closed with this.
     """
 
-    kind = "checkpoint"
     _format = "bitnet"
 
     def __init__(self, inner: Checkpoint) -> None:
-        self.inner = inner
-        self.path: Path = inner.path
-        self.folder: Path = inner.folder
-        self.title: str = inner.title
-        self.files: list[SafetensorsFile] = inner.files
-        self.notes: list[str] = list(inner.notes)
+        super().__init__(inner)
         self.config = {k: v for k, v in inner.config.items() if k not in _QUANTIZATION_KEYS}
         self._packed = self._find_packed()
         # What is stored, for those who list it (``runtime.inspect``).
@@ -91,27 +84,9 @@ class PackedCheckpoint(ABC):
         """Stored dtype; float32 of a packed tensor."""
         return _FLOAT32 if name in self._packed else self.inner.dtype(self._stored_name(name))
 
-    def layout(self, name: str) -> str:
-        """Always ``"dense"``."""
-        return self.inner.layout(self._stored_name(name))
-
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is decoded from packed codes."""
         return name in self._packed
-
-    def block_type(self, name: str) -> str | None:
-        """The type of the blocks that :meth:`stored` gives; None where the decoded values are all there is."""
-        return None
-
-    def stored(self, name: str, rows: slice | None = None) -> QuantizedTensor:
-        """The blocks of a tensor that has a :meth:`block_type`, or what else the format takes over as it is.
-
-        Raises
-        ------
-        CheckpointError
-            If it has none.
-        """
-        raise self._bad(name, "is not stored in blocks")
 
     def compact(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """What :meth:`load` gives, in the form that is stored where a layout holds it: for who keeps all of it."""
@@ -140,31 +115,6 @@ class PackedCheckpoint(ABC):
         """Drop mapped pages: those of the whole tensor where it is packed."""
         self.inner.release(self._stored_name(name), None if name in self._packed else rows)
 
-    def packed_format(self) -> None:
-        """None: the weights that are read here are plain."""
-        return None
-
-    def tokenizer_file(self) -> Path | None:
-        """tokenizer.json, where there is one."""
-        return self.inner.tokenizer_file()
-
-    def side_files(self) -> list[Path]:
-        """Config, tokenizer and generation files beside the weights."""
-        return self.inner.side_files()
-
-    def close(self) -> None:
-        """Close all files."""
-        self.inner.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _stored_bytes(self, name: str) -> int:
         stored = (self._stored_name(name), *self._companions(name))
         return sum(math.prod(self.inner.shape(n)) * self.inner.dtype(n).itemsize for n in stored)
-
-    def _bad(self, name: str, text: str) -> CheckpointError:
-        return CheckpointError(f"{self.file(name)}: tensor {name}: {text}")

@@ -38,6 +38,7 @@ from trapetum.formats.packed_fp8 import Fp8Checkpoint
 from trapetum.formats.packed_mxfp4 import GptOssCheckpoint, Mxfp4Checkpoint, is_gpt_oss
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.source import detect
+from trapetum.formats.view import CheckpointView
 from trapetum.tensors import matrix_shape
 
 __all__ = [
@@ -212,7 +213,7 @@ class MlxCheckpoint(PackedCheckpoint):
         return values.reshape(words.shape[0], -1)
 
 
-AnyCheckpoint: TypeAlias = Checkpoint | PackedCheckpoint | GgufCheckpoint
+AnyCheckpoint: TypeAlias = Checkpoint | CheckpointView[Any] | GgufCheckpoint
 """What can be quantized: a model folder, packed or not, or a GGUF; all have the same members."""
 
 

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from trapetum.formats.checkpoint import SIDE_FILES
+from trapetum.formats.view import SourceView
 from trapetum.quantize.additive import Additive
 from trapetum.quantize.fitting import Fits
 from trapetum.quantize.plan import Plan, PlanRow
@@ -48,7 +48,7 @@ class Route(Protocol):
         """Do the work."""
 
 
-class PressedSource:
+class PressedSource(SourceView[Any]):
     """A ``TensorSource`` of quantized tensors that are made on demand; may be read by any number of threads.
 
     Parameters
@@ -68,14 +68,13 @@ class PressedSource:
         The part of an artifact's manifest that exports look at.
     """
 
-    kind = "artifact"
-
     def __init__(
         self, plan: Plan, path: Path, side_files: list[Path], identity: Mapping[str, Any] | None = None
     ) -> None:
-        self.plan, self.path = plan, path
+        super().__init__(plan.source)
+        self.plan, self.path, self.kind = plan, path, "artifact"
         self.config = {k: v for k, v in plan.config.items() if k != "quantization_config"}
-        self.notes: list[str] = []
+        self.notes = []
         self.manifest = {"source": None if identity is None else dict(identity)}
         self._rows = {row.name: row for row in plan.rows}
         self._side = [file for file in side_files if SIDE_FILES.fullmatch(file.name)]
@@ -145,20 +144,8 @@ class PressedSource:
         """The source's."""
         return self._side
 
-    def release(self, name: str, rows: slice | None = None) -> None:
-        """Let the source's pages go."""
-        self.plan.source.release(name, rows)
-
     def close(self) -> None:
         """Nothing: the plan's source belongs to someone else."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _kept(self, row: PlanRow, cut: slice) -> Pressed:
         key = (row.name, cut.start)

@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 
 from trapetum.errors import RecipeError, UnsupportedModelError
 from trapetum.formats.artifact import Artifact
@@ -144,6 +146,23 @@ def test_seed_and_parts(tmp_path: Path) -> None:
 
 def test_verify_reads_the_source_in_the_same_basis(tmp_path: Path) -> None:
     folder = make(tmp_path / "model", "qwen2")
+    quantize_model(folder, tmp_path / "art", bits=4, rotate="residual", threads=1, seed=3)
+    checks = {c.name: c for c in verify_path(tmp_path / "art", source=folder, threads=1).checks}
+    assert checks["reconstruction"].ok, checks["reconstruction"].detail
+
+
+def test_verify_turns_packed_sources_too(tmp_path: Path) -> None:
+    folder = make(tmp_path / "model", "qwen2")
+    file = next(folder.glob("*.safetensors"))
+    tensors = dict(safetensors_numpy.load_file(file))
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{name}_scale"] = np.float32(0.5).reshape(1)
+    safetensors_numpy.save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
     quantize_model(folder, tmp_path / "art", bits=4, rotate="residual", threads=1, seed=3)
     checks = {c.name: c for c in verify_path(tmp_path / "art", source=folder, threads=1).checks}
     assert checks["reconstruction"].ok, checks["reconstruction"].detail

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError
-from trapetum.formats.checkpoint import Checkpoint
+from trapetum.formats.view import CheckpointView
 from trapetum.models.config import parse_config
 from trapetum.models.modules import Module, Role
 from trapetum.rotation import HadamardRotation, random_signs
@@ -63,7 +63,7 @@ _FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 Values: TypeAlias = NDArray[Any]
 
 
-class RotatedCheckpoint(Checkpoint):
+class RotatedCheckpoint(CheckpointView["AnyCheckpoint"]):
     """A checkpoint read in another basis; logits are the same but for rounding.
 
     Parameters
@@ -81,14 +81,11 @@ class RotatedCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: AnyCheckpoint, architecture: Architecture, seed: int) -> None:
+        super().__init__(inner)
         config = parse_config(inner.config)
-        self.inner = inner
         self.architecture = architecture.settled(inner.names())
         _require_plain(inner.path, self.architecture, config)
-        super().__init__(inner.path, inner.folder, [], {}, list(inner.notes))
-        self.files = inner.files  # type: ignore[assignment]
-        self.title = inner.title
-        self._stored = inner.config
+        self.config = _untied(inner.config)
         roles = self.architecture.index(inner.names())
         self._names: Mapping[Role, str] = roles
         self._head = self.architecture.tensor_name("head") if Role("head", part="head") not in roles else None
@@ -98,17 +95,6 @@ class RotatedCheckpoint(Checkpoint):
         self.notes.append(
             f"residual rotation: blocks of {self._stream.block_size} of {config.hidden_size} channels, {turned}; "
             "gains are in the layers behind them, the head is a tensor of its own"
-        )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """As the source's, but untied."""
-        found = {**self._stored, "tie_word_embeddings": False}
-        text = found.get("text_config")
-        return (
-            {**found, "text_config": {**text, "tie_word_embeddings": False}}
-            if isinstance(text, dict)
-            else found
         )
 
     def names(self) -> list[str]:
@@ -122,10 +108,6 @@ class RotatedCheckpoint(Checkpoint):
     def dtype(self, name: str) -> np.dtype[Any]:
         """float32 of what is turned."""
         return _FLOAT32 if self._turn(name) else self.inner.dtype(self._source_name(name))
-
-    def layout(self, name: str) -> str:
-        """Always ``"dense"``."""
-        return DenseTensor.layout
 
     def file(self, name: str) -> Path:
         """The file that holds a tensor, for messages."""
@@ -158,22 +140,6 @@ class RotatedCheckpoint(Checkpoint):
     def packed_format(self) -> str | None:
         """Of the source."""
         return self.inner.packed_format()
-
-    def is_packed(self, name: str) -> bool:
-        """Never: what is read here is turned."""
-        return False
-
-    def tokenizer_file(self) -> Path | None:
-        """Of the source."""
-        return self.inner.tokenizer_file()
-
-    def side_files(self) -> list[Path]:
-        """Of the source."""
-        return self.inner.side_files()
-
-    def close(self) -> None:
-        """Close the source."""
-        self.inner.close()
 
     def _source_name(self, name: str) -> str:
         return self._names[Role("embed", part="embed")] if name == self._head else name
@@ -231,6 +197,15 @@ class RotatedCheckpoint(Checkpoint):
         stored = self.inner.load(self._names[Role("norm", layer, part=part)]).dequantize().reshape(-1)
         gain: NDArray[np.float64] = stored.astype(np.float64) + self.architecture.module(part).offset
         return gain
+
+
+def _untied(config: dict[str, Any]) -> dict[str, Any]:
+    """As the source's, with a head of its own."""
+    found = {**config, "tie_word_embeddings": False}
+    text = found.get("text_config")
+    if isinstance(text, dict):
+        found["text_config"] = {**text, "tie_word_embeddings": False}
+    return found
 
 
 def _norm_before(module: Module) -> str:

@@ -40,6 +40,7 @@ from trapetum.formats.checksums import check_files, gguf_sums
 from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.manifest import SUMS
 from trapetum.formats.source import TensorSource, open_source
+from trapetum.formats.view import CheckpointView
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.architectures import resolve, text_config
 from trapetum.models.residual import RotatedCheckpoint
@@ -158,7 +159,7 @@ def _open(path: Path, source: TensorSource | None) -> TensorSource:
 def _in_its_basis(source: TensorSource | None, opened: TensorSource) -> TensorSource | None:
     """The source as the job read it: turned, where the artifact's recipe says so."""
     recipe = opened.manifest["recipe"] if isinstance(opened, Artifact) else {}
-    if not isinstance(source, Checkpoint) or recipe.get("rotate") is None:
+    if not isinstance(source, Checkpoint | CheckpointView) or recipe.get("rotate") is None:
         return source
     return RotatedCheckpoint(source, resolve(source.config), recipe["seed"])
 
