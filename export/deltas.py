@@ -25,7 +25,6 @@ from trapetum.tensors import BlockTensor, DenseTensor, QuantizedTensor
 
 __all__ = ["DeltaView", "delta_pairs", "delta_sizes", "fused_deltas", "stored_deltas"]
 
-_NAME = "model.layers.{}.linear_attn.{}"
 _SECTIONS = [11, 11, 10, 0]  # of the rotary embedding of images and text; engines insist on the key
 
 
@@ -110,21 +109,21 @@ def stored_deltas(source: TensorSource, config: ModelConfig) -> TensorSource:
     sizes = delta_sizes(config, source)
     if sizes is None:
         return source
-    names = set(source.names())
+    arch = config.architecture
+    names = arch.index(source.names())
     stacks: dict[str, tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
     for layer in (i for i, kind in enumerate(config.layer_types) if kind == LINEAR):
-        fused = _NAME.format(layer, "in_proj_qkvz.weight")
-        if fused in names:
+        if (fused := arch.locate(config, names, "delta_qkvz", layer)) is not None:
             heads = DeltaHeads(sizes.keys, sizes.values, sizes.key_dim, sizes.value_dim)
             order, _ = heads.fused_order()
-            parts = {"in_proj_qkv": order[: heads.channels], "in_proj_z": order[heads.channels :]}
+            parts = {"delta_qkv": order[: heads.channels], "delta_z": order[heads.channels :]}
             for part, rows in parts.items():
-                name = _NAME.format(layer, f"{part}.weight")
-                stacks[name] = (rows.size, source.shape(fused)[-1]), _pieces(fused, rows)
-        for part in ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "conv1d"):
-            name = _NAME.format(layer, f"{part}.weight")
-            if name in names and (moved := sizes.rows(part)) is not None:
-                stacks[name] = source.shape(name), _pieces(name, moved)
+                made = arch.tensor_name(part, layer)
+                stacks[made] = (rows.size, source.shape(fused.name)[-1]), _pieces(fused.name, rows)
+        for part in ("delta_qkv", "delta_z", "delta_a", "delta_b", "delta_conv"):
+            place = arch.locate(config, names, part, layer)
+            if place is not None and (moved := sizes.rows(delta_part(place.name))) is not None:
+                stacks[place.name] = source.shape(place.name), _pieces(place.name, moved)
     return DeltaView(source, stacks, sizes)
 
 

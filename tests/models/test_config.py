@@ -91,6 +91,22 @@ def test_tied_is_told_from_unstated(value: Any) -> None:
     assert parse_config(changed(tie_word_embeddings=value)).tie_word_embeddings is expected
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner", "found"),
+    [(True, False, None), (False, True, None), (True, ..., True), (..., False, False), (False, False, False)],
+)
+def test_a_wrapper_and_its_text_model_may_contradict_each_other_about_the_head(
+    outer: Any, inner: Any, found: bool | None
+) -> None:
+    """Mistral 3 as transformers saves it says both; then a head tensor tells."""
+    stated = {key: value for key, value in (("outer", outer), ("inner", inner)) if value is not ...}
+    text = {k: v for k, v in BASE.items() if k not in ("architectures", "tie_word_embeddings")}
+    text |= {"model_type": "llama"} | ({"tie_word_embeddings": inner} if "inner" in stated else {})
+    config = {"architectures": ["WrapperForConditionalGeneration"], "text_config": text}
+    config |= {"tie_word_embeddings": outer} if "outer" in stated else {}
+    assert parse_config(config).tie_word_embeddings is found
+
+
 def test_nested_text_config() -> None:
     c = parse_config(
         {

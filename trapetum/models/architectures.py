@@ -36,14 +36,23 @@ __all__ = [
 
 ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (*DENSE, *EXPERTS, *DEEPSEEK, *QWEN_NEXT)}
 
+_TIED = "tie_word_embeddings"
+
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model (``text_config`` of a multimodal one)."""
+    """The part of config.json that describes the language model (``text_config`` of a multimodal one).
+
+    Where both parts say whether the head is the embedding, and not the same, neither counts: releases of transformers
+    have heeded one or the other, and whether there is a head tensor tells what the file was saved with.
+    """
     nested = config.get("text_config")
     if not isinstance(nested, Mapping):
         return config
-    shared = {k: config[k] for k in ("tie_word_embeddings", "eos_token_id", "bos_token_id") if k in config}
-    return {**shared, **nested}
+    shared = {k: config[k] for k in (_TIED, "eos_token_id", "bos_token_id") if k in config}
+    merged = {**shared, **nested}
+    if merged.get(_TIED) != shared.get(_TIED, merged.get(_TIED)):
+        merged[_TIED] = None
+    return merged
 
 
 def resolve(config: Mapping[str, Any], *, any_architecture: bool = False) -> Architecture:
