@@ -68,9 +68,10 @@ def faults(options: argparse.Namespace) -> dict[str, object]:
     passed, text = run(
         "-m", "slow or not slow", "tests/reliability", "--ignore=tests/reliability/test_kills.py"
     )
-    got = numbers(r"faults injected: (\d+) of \d+ calls failed, (\d+) ended", text) or [0, 0]
+    got = re.findall(r"faults injected: (\d+) of \d+ calls failed, (\d+) ended", text)
+    injected, said = (sum(int(pair[i]) for pair in got) for i in (0, 1))
     checks = numbers(r"(\d+) passed", text) or [0]
-    return {"passed": passed, "faults_injected": got[0], "in_one_sentence": got[1], "checks": checks[0]}
+    return {"passed": passed, "faults_injected": injected, "in_one_sentence": said, "checks": checks[0]}
 
 
 def fuzz(options: argparse.Namespace) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """A small job that writes an artifact, and a loop that kills it at every step. Run by test_assemble.py.
 
-``python artifact_worker.py write FOLDER`` writes; ``... kill FOLDER SEED`` kills a forked writer before its first,
+``python artifact_worker.py write FOLDER`` writes; ``... kill FOLDER STRIDE [SEED]`` kills a forked writer before its first,
 second, third ... call that changes the disk, checks what is there, lets another finish, and compares with an
 unkilled run. One process, freshly started and without threads, so that forking is safe.
 """
@@ -142,8 +142,8 @@ def whole(folder: Path, allowed: list[int]) -> bool:
         return False
 
 
-def kill_everywhere(root: Path, old_seed: int | None) -> dict[str, int]:
-    """Kill at every step (with an old artifact in place, where a seed is given) and compare."""
+def kill_everywhere(root: Path, stride: int, old_seed: int | None) -> dict[str, int]:
+    """Kill at every ``stride``-th step (with an old artifact in place, where a seed is given) and compare."""
     new_seed = 0
     write(root / "expected", new_seed)
     expected = content(root / "expected")
@@ -152,9 +152,9 @@ def kill_everywhere(root: Path, old_seed: int | None) -> dict[str, int]:
         (root / "old" / "mine.txt").write_text("the user's own")
         expected["mine.txt"] = b"the user's own"
     folder = root / "out"
-    step = whole_seen = 0
+    step, whole_seen = 1 - stride, 0
     while True:
-        step += 1
+        step += stride
         shutil.rmtree(folder, ignore_errors=True)
         if old_seed is not None:
             shutil.copytree(root / "old", folder)
@@ -179,7 +179,8 @@ def main() -> None:
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "kill":
         os.fsync = lambda fd: None  # what a kill leaves does not depend on it, and it takes most of the time
-        print(json.dumps(kill_everywhere(folder, int(sys.argv[3]) if len(sys.argv) > 3 else None)))
+        stride, old = int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else None
+        print(json.dumps(kill_everywhere(folder, stride, old)))
         return
     try:
         write(folder)

@@ -33,9 +33,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("old", [[], ["1"]], ids=["new", "replacing"])
-def test_killed_at_any_moment_the_next_run_makes_the_same_bytes(tmp_path: Path, old: list[str]) -> None:
-    command = [sys.executable, str(WORKER), "kill", str(tmp_path), *old]
+def test_killed_at_any_moment_the_next_run_makes_the_same_bytes(
+    tmp_path: Path, old: list[str], stride: int
+) -> None:
+    command = [sys.executable, str(WORKER), "kill", str(tmp_path), str(stride), *old]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)

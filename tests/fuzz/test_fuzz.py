@@ -51,7 +51,7 @@ def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) ->
 
     @settings(
         max_examples=int(
-            os.environ.get("TRAPETUM_FUZZ_EXAMPLES", "5" if name.startswith("golden") else "20")
+            os.environ.get("TRAPETUM_FUZZ_EXAMPLES", "5" if name.startswith("golden") else "12")
         ),
         deadline=None,
         derandomize=True,
