@@ -307,18 +307,27 @@ def test_what_a_file_does_not_hold_is_refused(file: tuple[Path, dict], tmp_path:
         pq2.open_pq2(tmp_path / "other.safetensors", device=DEVICE)
 
 
-def test_what_export_writes(tmp_path: Path, rng: Rng) -> None:
-    """The whole way: quantize a model with rotated ternary weights, export it, multiply by what its artifact holds."""
-    source = Path(trapetum.__file__).resolve().parents[1] / "models" / "books-2m"
-    art = trapetum.quantize_model(source, tmp_path / "art", scheme="ternary", hadamard=True).out
-    folder = trapetum.export_artifact(art, "planes", tmp_path / "planes", fuse=True)
-    name = next(n for n in pq2.open_pq2(folder, device="cpu") if "qkv" in n)
-    layer = pq2.open_pq2(folder, [name], DEVICE)[name]
-    x, exact = stored(rng.standard_normal((2, layer.in_features)), "float16")
-    y = layer(x, torch.float32)
+def test_what_export_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
+    """The whole way, by the example of docs/formats/planes.md: quantize rotated weights, export them, multiply."""
+    root = Path(trapetum.__file__).resolve().parents[1]
+    art = trapetum.quantize_model(
+        root / "models" / "books-2m", tmp_path / "art", scheme="ternary", hadamard=True
+    ).out
+    folder = trapetum.export_artifact(art, "planes", tmp_path / "model-planes", fuse=True)
+    page = (root / "docs" / "formats" / "planes.md").read_text("utf-8")
+    example = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
     with PlanesFile.open(folder / "model.safetensors") as file:
+        name = next(n for n in file.entries if "qkv" in n)
+        x, exact = stored(rng.standard_normal((2, 3, file.entries[name].in_features)), "bfloat16")
+        seen = {"x": x}
+        exec(example.replace('"model-planes"', f'"model-planes", device="{DEVICE}"'), seen)
+        layer, flat = seen["layer"], exact.reshape(6, -1)
+        assert seen["y"].shape == (2, 3, layer.out_features)
+        assert torch.equal(seen["q"], seen["y"][..., : seen["q"].shape[-1]])
+        wide = layer(x, torch.float32).reshape(6, -1)
         for part, rows in layer.parts.items():
-            turned = file.rotation_of(part).fold(exact)
+            turned = file.rotation_of(part).fold(flat)
             assert (
-                distance(y[:, rows], expected(turned, file.load(part))) < 1e-4
-            )  # a code here and there is a tie
+                distance(wide[:, rows], expected(turned, file.load(part))) < 1e-4
+            )  # here and there a code is a tie
