@@ -53,6 +53,25 @@ def test_a_file_appears_at_the_end_only(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool
+) -> None:
+    """After a loss of power the name must not lead to an empty file: data, then the name, then the folder."""
+    seen: list[tuple[str, bool]] = []
+
+    def note(call: str) -> None:
+        seen.append((call, (tmp_path / "x").exists()))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: note(os.readlink(f"/proc/self/fd/{fd}")))
+    with atomic_file(tmp_path / "x", replace=replace) as file:
+        file.write(b"abc")
+    (data, named), *folders = seen
+    assert data.endswith(".tmp")
+    assert not named
+    assert folders == [(str(tmp_path), True)]
+
+
 def fail(written: int, kind: type[BaseException]) -> None:
     raise kind(written)
 
