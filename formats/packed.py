@@ -47,7 +47,8 @@ def packed_format(config: Mapping[str, Any], tensors: _Tensors) -> str | None:
 def _declared(config: Mapping[str, Any]) -> str | None:
     for key, default in (("quantization_config", "unknown"), ("compression_config", "compressed-tensors")):
         if isinstance(found := config.get(key), Mapping) and found:
-            return str(found.get("quant_method") or default)
+            loaded = any(found.get(f"load_in_{bits}bit") for bits in (4, 8))  # before it had quant_method
+            return str(found.get("quant_method") or ("bitsandbytes" if loaded else default))
     if isinstance(found := config.get("quantization"), Mapping) and found:  # the key of MLX
         return str(found.get("quant_method") or "mlx")
     return None

@@ -178,11 +178,16 @@ class Fp8Checkpoint(PackedCheckpoint):
 
 def _checked_settings(inner: Checkpoint) -> tuple[tuple[int, int], bool]:
     """The block of the config, and whether scales are powers of two; refuses what only looks like plain fp8."""
-    found = inner.config.get("quantization_config") or inner.config.get("compression_config")
+    old = inner.config.get("compression_config")  # of compressed-tensors, before it had quant_method
+    found = inner.config.get("quantization_config") or old
     settings: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-    method = settings.get("quant_method", "compressed-tensors" if "config_groups" in settings else "fp8")
+    compressed = "config_groups" in settings or (settings is old and bool(old))
+    method = settings.get("quant_method", "compressed-tensors" if compressed else "fp8")
     problem = None
-    if method == "compressed-tensors":
+    packed = next((name for name in inner.names() if name.endswith(".weight_packed")), None)
+    if packed is not None:
+        method, problem = "compressed-tensors", f"{packed} holds packed integers"
+    elif method == "compressed-tensors":
         problem = _compressed_problem(settings)
     elif method == "modelopt" and settings.get("quant_algo") != "FP8":
         problem = f"quant_algo {settings.get('quant_algo')!r}"

@@ -227,6 +227,19 @@ def test_relatives_are_refused_by_name(settings: dict[str, Any], text: str, tmp_
         assert any(text in note for note in listed.notes)
 
 
+@pytest.mark.parametrize("config", [{}, {"compression_config": {"format": "pack-quantized"}}])
+def test_packed_integers_are_refused_by_name_whatever_the_config_says(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Not as a checkpoint that lacks weights."""
+    tensors = {"a.weight_packed": np.zeros((4, 2), np.int32), "a.weight_scale": np.ones((4, 1), np.float32)}
+    folder = write(tmp_path / "m", tensors, None, **config)
+    with pytest.raises(
+        UnsupportedModelError, match=r"compressed-tensors, a\.weight_packed holds packed integers"
+    ):
+        open_checkpoint(folder)
+
+
 def model(folder: Path, scales: np.ndarray, **said: str) -> Path:
     """A Llama of one layer in blocks of 128, whose feed-forward has ragged last blocks."""
     rng = np.random.default_rng(0)
