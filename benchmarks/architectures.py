@@ -114,6 +114,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
     "Gemma-2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "Gemma-3": ("gemma3_text", {**GEMMA, "rope_parameters": BY_TYPE}),
+    "Seed-OSS": ("seed_oss", {"head_dim": 64}),
     "SmolLM3": ("smollm3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "OLMo-2": ("olmo2", {}),
     "OLMo-3": ("olmo3", {"sliding_window": 16, "num_hidden_layers": 4}),

@@ -117,7 +117,7 @@ def model_config(
     head_dim = config["head_dim"]
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
-    if family.model_type == "llama":
+    if family.model_type in ("llama", "seed_oss"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
     if ROPE_FACTORS in rope_factors:

@@ -131,6 +131,13 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", False, _QKV, norm_offset=1.0, head="tied"),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0, head="tied"),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0),
+    "seed_oss": Family(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        False,
+        _QKV,
+        {"blk.{}.post_attention_norm": "model.layers.{}.post_attention_layernorm"},
+    ),
     "smollm3": Family("smollm3", "SmolLM3ForCausalLM", True, _QKV),
     "olmo2": Family("olmo2", "Olmo2ForCausalLM", False, _QKV, _POST_NORMS, head="own"),
     "qwen2moe": Family("qwen2_moe", "Qwen2MoeForCausalLM", False, _QKV),

@@ -30,6 +30,7 @@ MODELS = {
     "phi3": {"original_max_position_embeddings": 128},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "seed_oss": {"head_dim": 32, "biases": ("q", "k", "v")},
     "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "olmo2": {},
 }

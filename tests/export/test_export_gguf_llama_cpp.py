@@ -75,6 +75,8 @@ MODELS = {
         "gemma3_text",
         GEMMA | {"final_logit_softcapping": 6.0, "tie_word_embeddings": False, "sliding_window_pattern": 3},
     ),
+    "seed-oss": ("seed_oss", {"head_dim": 32, "biases": ("q", "k", "v")}),
+    "seed-oss-no-bias": ("seed_oss", {"head_dim": 64, "attention_bias": False}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {"num_key_value_heads": 2}),
 }

@@ -119,6 +119,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-linear": ("gemma3_text", GEMMA | {"rope_parameters": BY_TYPE}),
     "gemma3-untied": ("gemma3_text", GEMMA | {"tie_word_embeddings": False}),
+    "seed-oss": ("seed_oss", {"head_dim": 24}),
+    "seed-oss-other-biases": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-window": (
         "smollm3",

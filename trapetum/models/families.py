@@ -242,6 +242,19 @@ DENSE: tuple[Architecture, ...] = (
         gguf="gemma3",
     ),
     Architecture(
+        "seed_oss",
+        ("SeedOssForCausalLM",),
+        llama_modules(qkv_bias="attention_bias", mlp_bias="mlp_bias"),
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "max_position_embeddings": 524_288,
+        },
+        cbk="CBK3",
+        gguf="seed_oss",
+    ),
+    Architecture(
         "smollm3",
         ("SmolLM3ForCausalLM",),
         llama_modules(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
