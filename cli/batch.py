@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Json
+from trapetum.cli.options import Debug, Json, Token
 from trapetum.cli.output import emit, note, table
 from trapetum.cli.progress import terminal_progress
 
@@ -20,9 +20,7 @@ __all__ = ["batch"]
 
 def batch(
     file: Annotated[Path, typer.Argument(metavar="JOBS.toml", help="A list of jobs; see docs/batch.md.")],
-    token: Annotated[
-        str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")
-    ] = None,
+    token: Token = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

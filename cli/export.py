@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trapetum.cli.options import Debug, DryRun, Json, Overwrite, ShardSize, Threads, choice, option
+from trapetum.cli.options import (
+    Artifact,
+    Debug,
+    DryRun,
+    Json,
+    Overwrite,
+    ShardSize,
+    Threads,
+    choice,
+    option,
+)
 from trapetum.cli.output import emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -57,7 +67,7 @@ def export_lines(plan: ExportPlan, path: Path, *, dry_run: bool) -> str:
 
 
 def export(
-    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")],
+    artifact: Artifact,
     format: Annotated[
         str,
         format_option(

@@ -18,16 +18,20 @@ import typer
 from trapetum.cli.output import enable_debug
 
 __all__ = [
+    "Artifact",
     "Context",
     "Debug",
     "Device",
     "DryRun",
+    "Experts",
     "Json",
     "MixedCpus",
     "Overwrite",
+    "Quality",
     "ShardSize",
     "TextFile",
     "Threads",
+    "Token",
     "choice",
     "only_with",
     "option",
@@ -316,6 +320,16 @@ Experts = Annotated[
     ),
 ]
 Context = Annotated[int, option("--ctx", parse=whole(2), help="Tokens in a window.", metavar="N")]
+Token = Annotated[str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")]
+Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")]
+Quality = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--quality",
+        metavar="FILE",
+        help="Output of perplexity, compare or verify with --json; again and again.",
+    ),
+]
 TextFile = Annotated[
     Path,
     typer.Option(

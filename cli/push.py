@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, DryRun, Json
+from trapetum.cli.options import Artifact, Debug, DryRun, Json, Quality, Token
 from trapetum.cli.output import emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -15,7 +14,7 @@ __all__ = ["push"]
 
 
 def push(
-    path: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")],
+    path: Artifact,
     repo: Annotated[str, typer.Argument(metavar="REPO", help="Where to push: org/name.")],
     private: Annotated[
         bool, typer.Option("--private", help="Create the repository as a private one.")
@@ -27,15 +26,8 @@ def push(
         str | None,
         typer.Option("--base-model", metavar="ID", help="Hub id of the source, where it was a local folder."),
     ] = None,
-    quality: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--quality", metavar="FILE", help="Output of perplexity or compare with --json, for the card."
-        ),
-    ] = None,
-    token: Annotated[
-        str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")
-    ] = None,
+    quality: Quality = None,
+    token: Token = None,
     dry_run: DryRun = False,
     json: Json = False,
     debug: Debug = False,

@@ -19,6 +19,7 @@ from trapetum.cli.options import (
     Overwrite,
     ShardSize,
     Threads,
+    Token,
     choice,
     only_with,
     option,
@@ -179,9 +180,7 @@ def quantize(
     revision: Annotated[
         str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
     ] = None,
-    token: Annotated[
-        str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")
-    ] = None,
+    token: Token = None,
     stream_download: Annotated[
         bool,
         typer.Option(

@@ -7,23 +7,16 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Json, Overwrite
+from trapetum.cli.options import Artifact, Debug, Json, Overwrite, Quality
 from trapetum.cli.output import emit
 
 __all__ = ["report"]
 
 
 def report(
-    path: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")],
+    path: Artifact,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
-    quality: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--quality",
-            metavar="FILE",
-            help="Output of perplexity, compare or verify with --json; again and again.",
-        ),
-    ] = None,
+    quality: Quality = None,
     overwrite: Overwrite = False,
     json: Json = False,
     debug: Debug = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Json, Threads, only_with, read_text
+from trapetum.cli.options import Context, Debug, Device, Experts, Json, Threads, only_with, read_text
 from trapetum.cli.output import VERIFY_FAILED, emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -31,17 +31,19 @@ def verify(
     ] = None,
     ctx: Context = 512,
     device: Device = "cpu",
+    experts: Experts = "card",
     threads: Threads = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Check an output; exit 3 if it is wrong.
 
-    Integrity (checksums, headers, values), the compiled decoders, the reconstruction error against the source, then
-    the logits.
+    Integrity (checksums, headers, values), the compiled decoders (with --device cuda the card's, too), the
+    reconstruction error against the source, then the logits.
     """
     only_with(context, source is not None, "--source", "text")
-    only_with(context, source is not None and text is not None, "--source and --text", "ctx", "device")
+    only_with(context, source is not None and text is not None, "--source and --text", "ctx")
+    only_with(context, device == "cuda", "--device cuda", "experts")
     from trapetum.hub import resolve_model
     from trapetum.runtime.verify import verify_path
 
@@ -49,7 +51,14 @@ def verify(
     progress = terminal_progress()
     origin = None if source is None else resolve_model(source, progress=progress)
     report = verify_path(
-        path, source=origin, text=words, threads=threads, ctx=ctx, device=device, progress=progress
+        path,
+        source=origin,
+        text=words,
+        threads=threads,
+        ctx=ctx,
+        device=device,
+        experts=experts,
+        progress=progress,
     )
     rows = [[check.name, _WORDS[check.ok], check.detail] for check in report.checks]
     emit(report.to_dict(), lambda: table(["check", "result", "detail"], rows), as_json=json)

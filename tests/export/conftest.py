@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fuzz_inputs import spm_tokenizer
 
 import trapetum
 from trapetum.formats.safetensors_writer import Entry, SafetensorsWriter
@@ -32,39 +33,6 @@ BASE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-def spm_tokenizer(count: int = VOCAB) -> dict[str, Any]:
-    """A SentencePiece-style tokenizer of single characters: no token is part of a character, so none is held back."""
-    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(count - 3))]
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": pieces[i], **plain} for i in range(3)],
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "\u2581"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-            ],
-        },
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": "<unk>",
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": {p: i for i, p in enumerate(pieces)},
-            "merges": [],
-        },
-    }
 
 
 def write_model(
@@ -212,5 +180,5 @@ def tiny_model(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def spm() -> dict[str, Any]:
-    """See :func:`spm_tokenizer`."""
-    return spm_tokenizer()
+    """As many tokens as :data:`BASE` has rows."""
+    return spm_tokenizer(VOCAB)

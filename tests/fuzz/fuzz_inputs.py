@@ -44,8 +44,9 @@ TEMPLATE = (
 CARD = "---\nlicense: [mit, 'other']\nlanguage:\n- en\nbase_model: a/b\n---\n# Title\n"
 
 
-def _tokenizer() -> dict[str, Any]:
-    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(61))]
+def spm_tokenizer(count: int = 64) -> dict[str, Any]:
+    """A SentencePiece-style tokenizer of single characters: no token is part of a character, so none is held back."""
+    pieces = ["<unk>", "<s>", "</s>", *(chr(0x4E00 + i) for i in range(count - 3))]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     steps: list[dict[str, Any]] = [
         {"type": "Prepend", "prepend": "\u2581"},
@@ -97,7 +98,7 @@ def make_model(folder: Path) -> Path:
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    (folder / "tokenizer.json").write_text(json.dumps(spm_tokenizer()))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}})
     )
