@@ -3,7 +3,9 @@
 Every case multiplies the same number of tokens; its weights are copied until they fill a pool larger than the last
 cache, and every round takes another copy: an 8 MiB matrix used twice would be read from the cache, at an impossible
 70 GB/s. Round by round all cases run one after the other (A B C A B C ...), so that a slow phase of the machine hits
-all of them; ratios are medians over the rounds.
+all of them; ratios are medians over the rounds. A product of one token is timed right behind another of its kind, as
+products follow each other when a model decodes: after a pause, waking a thread takes some 0.1 ms, whoever's it is, and
+would be a fifth of what is measured.
 
 ``share_of_bandwidth`` is bytes a second over those of the plain read; ``share_of_arithmetic`` compares with the same
 kernel on weights that stay in the cache, which is what its instructions alone would take.
@@ -36,20 +38,25 @@ MOST_TOKENS = 1024
 
 
 def interleave(
-    cases: Sequence[Case], rounds: int, clock: Callable[[], float] = time.perf_counter
+    cases: Sequence[Case], rounds: int, clock: Callable[[], float] = time.perf_counter, *, lead: int = 0
 ) -> dict[str, list[float]]:
     """Seconds of every round of every case, run in turn after one untimed round.
 
-    On a busy machine ``time.process_time`` tells more than the wall.
+    Before each timed run there are ``lead`` untimed ones, which use other weights. On a busy machine
+    ``time.process_time`` tells more than the wall.
     """
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
     for case in cases:
         case.run(0)
-    for number in range(rounds):
+    number = 0
+    for _ in range(rounds):
         for case in cases:
+            for k in range(lead):
+                case.run(number + k + 1)
             start = clock()
-            case.run(number + 1)
+            case.run(number + lead + 1)
             seconds[case.name].append(clock() - start)
+        number += lead + 1
     return seconds
 
 
@@ -129,7 +136,7 @@ def bench_cpu(
                 cases += matrix_cases(name, rows, count, tokens, pool, pool_bytes)
             if tokens == 1:
                 cases += _llama(llama, rows, count, pool, pool_bytes, report)
-            found = _summary(cases, interleave(cases, rounds, clock), tokens)
+            found = _summary(cases, interleave(cases, rounds, clock, lead=int(tokens == 1)), tokens)
             report["shapes"].append({"rows": rows, "in_features": count, "kernels": found})
             progress.advance(1)
     progress.end()

@@ -15,6 +15,7 @@ from trapetum.kernels.cpu.pool import Pool
 
 if TYPE_CHECKING:
     from trapetum.kernels.cpu.prepared import Prepared
+    from trapetum.runtime.matrix import PreparedMatrix
 
 __all__ = [
     "BLAS",
@@ -30,7 +31,7 @@ __all__ = [
 
 POOL_BYTES = 256 << 20
 BLAS, READ = "fp32 BLAS", "read"
-_CACHED_WEIGHTS = 1 << 19
+_CACHED_BYTES = 2 << 20
 _BLOCK_ROWS = 128
 
 
@@ -146,26 +147,52 @@ def _weight_bytes(matrix: Prepared) -> int:
 def matrix_cases(
     name: str, rows: int, count: int, tokens: int, pool: Pool, pool_bytes: int = POOL_BYTES
 ) -> list[Case]:
-    """A scheme's product with weights from memory and, of few tokens, from the cache: ``"NAME cached"``."""
+    """A scheme's product with weights from memory and, of few tokens, from the cache: ``"NAME cached"``.
+
+    One token goes the way of a decoding step (``kernels.cpu.program``), more go that of a prompt.
+    """
     from trapetum.runtime.matrix import FUSED_TOKENS, PreparedMatrix
 
+    build = _program_case if tokens == 1 else _call_case
     x = np.random.default_rng(1).standard_normal((tokens, count)).astype(np.float32)
 
     def case(label: str, prepared: Sequence[Prepared], repeat: int) -> Case:
-        first = prepared[0]
         matrices = [PreparedMatrix(one, pool, fused=True) for one in prepared]
+        weights, nbytes = prepared[0].rows * count * repeat, _weight_bytes(prepared[0]) * repeat
+        return Case(label, weights, nbytes, build(matrices, x, repeat, pool))
 
-        def run(number: int) -> None:
-            for _ in range(repeat):
-                matrices[number % len(matrices)](x)
-
-        return Case(label, first.rows * count * repeat, _weight_bytes(first) * repeat, run)
-
-    cases = [case(name, _copies(SCHEMES[name](rows, count), pool_bytes), 1)]
+    copies = _copies(SCHEMES[name](rows, count), pool_bytes)
+    cases = [case(name, copies, 1)]
     if tokens <= FUSED_TOKENS:
-        few = max(_BLOCK_ROWS * pool.threads, _CACHED_WEIGHTS // count)
+        few = max(_BLOCK_ROWS * pool.threads, _CACHED_BYTES * rows // _weight_bytes(copies[0]))
         cases.append(case(f"{name} cached", [SCHEMES[name](few, count)], max(1, rows // few)))
     return cases
+
+
+def _program_case(
+    matrices: Sequence[PreparedMatrix], x: NDArray[np.float32], repeat: int, pool: Pool
+) -> Callable[[int], object]:
+    from trapetum.runtime.layers import Linear
+    from trapetum.runtime.products import add_products
+    from trapetum.runtime.program import Program
+
+    programs = []
+    for matrix in matrices:
+        program = Program()
+        out = np.empty((repeat, matrix.rows), np.float32)
+        add_products(program, x[0], [(Linear(matrix), y) for y in out])
+        programs.append(program.runner(pool))
+    return lambda number: programs[number % len(programs)]()
+
+
+def _call_case(
+    matrices: Sequence[PreparedMatrix], x: NDArray[np.float32], repeat: int, pool: Pool
+) -> Callable[[int], object]:
+    def run(number: int) -> None:
+        for _ in range(repeat):
+            matrices[number % len(matrices)](x)
+
+    return run
 
 
 def blas_case(rows: int, count: int, tokens: int, pool_bytes: int = POOL_BYTES) -> Case:

@@ -20,19 +20,17 @@ from numpy.typing import NDArray
 
 from trapetum.blocktypes import BLOCK_TYPES, BLOCK_TYPES_BY_ID
 from trapetum.errors import KernelUnavailable
+from trapetum.kernels.cpu import memory
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.runtime.bench_cases import Case, random_blocks
+from trapetum.runtime.products import product_tile
+from trapetum.runtime.program import Program
 
 __all__ = ["LLAMA_TYPES", "llama_cases", "llama_product"]
 
-LLAMA_TYPES = ("Q4_0", "IQ4_NL", "Q4_K", "Q6_K", "Q8_0", "TQ2_0", "Q2_0")
-_BLOCK_ROWS = 128
+SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
 
-_FROM_FLOAT = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-_VEC_DOT = ctypes.CFUNCTYPE(
-    None, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
-    ctypes.c_size_t, ctypes.c_int,
-)  # fmt: skip
+LLAMA_TYPES = ("Q4_0", "IQ4_NL", "Q4_K", "Q6_K", "Q8_0", "TQ2_0", "Q2_0")
 
 
 class _Traits(ctypes.Structure):
@@ -81,51 +79,47 @@ def _case(
     traits: Callable[[int], _Traits], name: str, rows: int, count: int, pool: Pool, pool_bytes: int
 ) -> Case:
     kind = traits(BLOCK_TYPES[name].id)
-    other = traits(kind.vec_dot_type)
-    row_bytes = BLOCK_TYPES[name].row_bytes(count)
     one = random_blocks(name, rows, count)
     copies = [one.copy() for _ in range(max(2, -(-pool_bytes // one.nbytes)))]
     x = np.random.default_rng(1).standard_normal(count).astype(np.float32)
-    q = np.empty(BLOCK_TYPES_BY_ID[kind.vec_dot_type].row_bytes(count), np.uint8)
     out = np.empty(rows, np.float32)
-    quantize, loop = _FROM_FLOAT(other.from_float), _loop(kind.vec_dot)
-
-    def run(number: int) -> None:
-        weights = copies[number % len(copies)]
-        quantize(x.ctypes.data, q.ctypes.data, count)
-
-        def piece(r: slice) -> None:
-            loop(weights.ctypes.data, row_bytes, q.ctypes.data, count, out.ctypes.data, r.start, r.stop)
-
-        pool.blocks(piece, rows, _BLOCK_ROWS)
-
-    return Case(f"llama.cpp {name}", rows * count, one.nbytes, run)
+    programs = [_program(traits, kind, weights, x, out).runner(pool) for weights in copies]
+    return Case(
+        f"llama.cpp {name}", rows * count, one.nbytes, lambda number: programs[number % len(programs)]()
+    )
 
 
-def _loop(address: int | None) -> Callable[..., Any]:
-    """A compiled loop over rows around a row product; not cached, because the address is a constant in it."""
-    import numba
-
-    if address is None:
+def _program(
+    traits: Callable[[int], _Traits], kind: _Traits, weights: NDArray[np.uint8], x: NDArray[np.float32],
+    out: NDArray[np.float32],
+) -> Program:  # fmt: skip
+    """Its product of one token, handed out to threads as ours is."""
+    other, rows = traits(kind.vec_dot_type), len(weights)
+    if kind.vec_dot is None or other.from_float is None:
         raise KernelUnavailable("llama.cpp has no row product for this type")
-    vec_dot = _VEC_DOT(address)
+    q = np.empty(BLOCK_TYPES_BY_ID[kind.vec_dot_type].row_bytes(x.size), np.uint8)
+    program = Program()
+    program.add(_quantize_step, [other.from_float, x, q, x.size])
+    arguments = [kind.vec_dot, weights, weights.shape[1], q, x.size, out]
+    program.add(_rows_step, arguments, rows, product_tile(rows, x.size))
+    return program
 
-    def loop(weights: int, row_bytes: int, x: int, count: int, out: int, begin: int, end: int) -> None:
-        for o in range(begin, end):
-            vec_dot(count, out + 4 * o, 0, weights + o * row_bytes, 0, x, 0, 1)
 
-    compiled: Callable[..., Any] = numba.njit(nogil=True)(loop)
-    return compiled
+def _quantize_step(a: Any, begin: int, end: int) -> None:
+    """Address of ``from_float``, x, q, count: ``from_float(x, q, count)``."""
+    memory.call(a[0], a[1], a[2], a[3])
+
+
+def _rows_step(a: Any, begin: int, end: int) -> None:
+    """Address of ``vec_dot``, weights, bytes of a row, x, count, out; works on rows begin .. end - 1."""
+    for o in range(begin, end):
+        memory.row_product(a[0], a[4], a[5] + 4 * o, a[1] + o * a[2], a[3])
 
 
 def llama_product(name: str, blocks: NDArray[np.uint8], x: NDArray[np.float32]) -> NDArray[np.float32]:
     """``blocks @ x`` by llama.cpp, float32 [rows] from uint8 [rows, row bytes]: what tests compare with."""
     traits = _load()
     kind = traits(BLOCK_TYPES[name].id)
-    other = traits(kind.vec_dot_type)
-    q = np.empty(BLOCK_TYPES_BY_ID[kind.vec_dot_type].row_bytes(x.size), np.uint8)
     out = np.empty(len(blocks), np.float32)
-    _FROM_FLOAT(other.from_float)(x.ctypes.data, q.ctypes.data, x.size)
-    loop = _loop(kind.vec_dot)
-    loop(blocks.ctypes.data, blocks.shape[1], q.ctypes.data, x.size, out.ctypes.data, 0, len(blocks))
+    _program(traits, kind, np.ascontiguousarray(blocks), np.ascontiguousarray(x), out).runner(Pool(1))()
     return out

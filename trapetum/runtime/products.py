@@ -34,7 +34,7 @@ from trapetum.runtime.layers import Linear
 from trapetum.runtime.matrix import PreparedMatrix
 from trapetum.runtime.program import Call, Program
 
-__all__ = ["add_products", "can_multiply"]
+__all__ = ["add_products", "can_multiply", "product_tile"]
 
 Floats = NDArray[np.float32]
 
@@ -54,6 +54,13 @@ def can_multiply(linear: Linear) -> bool:
         and matrix.in_features % 8 == 0
         and (rotation is None or rotation.block_size >= 8)
     )
+
+
+def product_tile(rows: int, in_features: int, least: int = 1) -> int:
+    """Rows that one call takes: all of them where another thread would not pay."""
+    if rows * in_features <= _SERIAL_WEIGHTS:
+        return rows
+    return max(least, min(_TILE_WEIGHTS // in_features, rows // _LEAST_TILES))
 
 
 def add_products(program: Program, x: Floats, products: Sequence[tuple[Linear, Floats]]) -> None:
@@ -76,8 +83,7 @@ def add_products(program: Program, x: Floats, products: Sequence[tuple[Linear, F
         prepared = cast(PreparedMatrix, linear.matrix).prepared
         function, arguments = _PRODUCTS[type(prepared)](prepared, forms[turned], y)
         rows, count = prepared.rows, prepared.in_features
-        tile = max(prepared.piece_rows, min(_TILE_WEIGHTS // count, rows // _LEAST_TILES))
-        calls.append((function, arguments, rows, rows if rows * count <= _SERIAL_WEIGHTS else tile))
+        calls.append((function, arguments, rows, product_tile(rows, count, prepared.piece_rows)))
     program.add_side_by_side(calls)
     for linear, y in products:
         if linear.bias is not None:

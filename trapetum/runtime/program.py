@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.kernels.cpu.pool import Pool
 from trapetum.kernels.cpu.program import callback
 
 __all__ = ["Call", "Program"]
 
 Call = tuple[Callable[..., None], list[Any], int, int]
-"""Function, arguments (contiguous arrays and integers), total, tile."""
+"""Function (of Python, or what ``numba.cfunc`` made of one), arguments (contiguous arrays, integers), total, tile."""
 
 
 class Program:
@@ -40,7 +42,7 @@ class Program:
         """Operations that need the ones before them, but not each other."""
         group = self._group[-1] + 1 if self._group else 0
         for function, arguments, total, tile in calls:
-            compiled = callback(function)
+            compiled = function if hasattr(function, "address") else callback(function)
             numbers = np.array([_number(a) for a in arguments], np.int64)
             self._alive += [compiled, numbers, *arguments]
             self._rows.append([compiled.address, numbers.ctypes.data, total, tile, 0])
@@ -56,6 +58,14 @@ class Program:
             ends = group[k] != group[k + 1]
             table[k, 4] = ends and (int(group[k]) in spread_groups or int(group[k + 1]) in spread_groups)
         return table
+
+    def runner(self, pool: Pool) -> Callable[[], None]:
+        """A call of it runs what is written down by now, on all threads of the pool; one call at a time."""
+        operations = self.table()
+        return partial(self._run, pool, operations, np.zeros(len(operations) + 1, np.int64))
+
+    def _run(self, pool: Pool, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
+        pool.execute(operations, counters)
 
 
 def _number(argument: Any) -> int:

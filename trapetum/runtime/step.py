@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import layer
-from trapetum.kernels.cpu.program import run
 from trapetum.models.rope import Rope
 from trapetum.runtime.attention import Cache
 from trapetum.runtime.layers import Attention, GatedMlp, Layer, Linear, Norm, Rotary
@@ -80,7 +79,7 @@ class Step:
     """
 
     def __init__(self, model: Model, cache: Cache) -> None:
-        self._model, self._cache, self._pool = model, cache, model.pool
+        self._model, self._cache = model, cache
         self._program = Program()
         self._hidden = np.zeros(model.config.hidden_size, np.float32)
         half = model.config.rotary_dim // 2
@@ -100,8 +99,7 @@ class Step:
         if model.head.softcap is not None:
             cap = np.array([model.head.softcap], np.float32)
             self._program.add(layer.cap_step, [padded, padded.size, cap], padded.size // 8, 512)
-        self._operations = self._program.table()
-        self._counters = np.zeros(len(self._operations) + 1, np.int64)
+        self._run = self._program.runner(model.pool)
 
     def __call__(self, token: int) -> Floats:
         """Append a token to the cache; float32 [vocab_size], valid until the next call."""
@@ -112,9 +110,7 @@ class Step:
             made = cast(Rotary, tables[rope])
             cos[:], sin[:] = made[0][0, 0], made[1][0, 0]
         self._position[0] = position
-        self._counters[:] = 0
-        threads = self._pool.threads
-        self._pool.together(lambda thread: run(self._operations, self._counters, thread, threads))
+        self._run()
         self._cache.length += 1
         return self.logits
 

@@ -13,7 +13,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["multiply_bfloat16_step", "multiply_float16_step", "multiply_float32_step", "multiply_rows"]
 
-SIMD = "5a545be7485887e9"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -39,7 +39,7 @@ def multiply_rows(
             at = m * count
             a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
             for i in range(0, whole, 32):
-                simd.prefetch(weights, row + i + simd.AHEAD // 2)
+                simd.stream(weights, row + i)
                 a = simd.fma(simd.load_floats(weights, row + i), simd.load_floats(x, at + i), a)
                 b = simd.fma(simd.load_floats(weights, row + i + 8), simd.load_floats(x, at + i + 8), b)
                 c = simd.fma(simd.load_floats(weights, row + i + 16), simd.load_floats(x, at + i + 16), c)

@@ -1,4 +1,4 @@
-"""What a compiled program of kernels needs beside arithmetic: arrays at addresses, calls by address, a barrier.
+"""What a compiled program of kernels needs beside arithmetic: arrays at addresses, calls by address, waiting.
 
 Like ``simd``, these are operations inside compiled code only, and ``simd.fingerprint`` covers this file.
 """
@@ -13,7 +13,22 @@ from numba import carray  # type: ignore[attr-defined]
 from numba.core import types
 from numba.extending import intrinsic, register_jitable
 
-__all__ = ["array", "call", "fetch_add", "load_atomic", "pause", "pointer", "yield_cpu"]
+__all__ = [
+    "array",
+    "call",
+    "cond_broadcast",
+    "cond_init",
+    "cond_wait",
+    "fetch_add",
+    "load_atomic",
+    "mutex_init",
+    "mutex_lock",
+    "mutex_unlock",
+    "pause",
+    "pointer",
+    "row_product",
+    "yield_cpu",
+]
 
 _I64 = ir.IntType(64)
 
@@ -50,6 +65,23 @@ def call(context: Any, function: Any, arguments: Any, begin: Any, end: Any) -> A
         kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer(), _I64, _I64])
         function = builder.inttoptr(values[0], kind.as_pointer())
         builder.call(function, [builder.inttoptr(values[1], _I64.as_pointer()), values[2], values[3]])
+        return target.get_dummy_value()
+
+    return signature, lower
+
+
+@_operation
+def row_product(context: Any, function: Any, count: Any, out: Any, weights: Any, x: Any) -> Any:
+    """Call a row product of ggml by its address: ``vec_dot(count, out, 0, weights, 0, x, 0, 1)``."""
+    signature = types.void(types.intp, types.intp, types.intp, types.intp, types.intp)
+    i32, byte = ir.IntType(32), ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [i32, byte, _I64, byte, _I64, byte, _I64, i32])
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        zero = _I64(0)
+        out, weights, x = (builder.inttoptr(value, byte) for value in values[2:])
+        given = [builder.trunc(values[1], i32), out, zero, weights, zero, x, zero, i32(1)]
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), given)
         return target.get_dummy_value()
 
     return signature, lower
@@ -99,15 +131,36 @@ def pause(context: Any) -> Any:
     return signature, lower
 
 
+def _system(target: Any, builder: Any, name: str, values: Any) -> Any:
+    """Call a function of the C library whose arguments are pointers, given as addresses."""
+    kind = ir.FunctionType(ir.IntType(32), [_I64.as_pointer()] * len(values))
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, [builder.inttoptr(value, _I64.as_pointer()) for value in values])
+    return target.get_dummy_value()
+
+
 @_operation
 def yield_cpu(context: Any) -> Any:
     """POSIX ``sched_yield``: let another thread have this core."""
-    signature = types.void()
+    return types.void(), lambda target, builder, sig, values: _system(target, builder, "sched_yield", values)
+
+
+def _on_addresses(name: str, count: int) -> Any:
+    """A POSIX function of ``count`` addresses, its result ignored."""
+    signature = types.void(*[types.intp] * count)
 
     def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        name = "sched_yield"
-        builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), [])
-        return target.get_dummy_value()
+        return _system(target, builder, name, values)
 
-    return signature, lower
+    if count == 1:
+        return _operation(lambda context, a: (signature, lower))
+    return _operation(lambda context, a, b: (signature, lower))
+
+
+# Addresses of memory that does not move, 128 bytes each: more than any system's pthread_mutex_t or pthread_cond_t.
+mutex_init = _on_addresses("pthread_mutex_init", 2)
+mutex_lock = _on_addresses("pthread_mutex_lock", 1)
+mutex_unlock = _on_addresses("pthread_mutex_unlock", 1)
+cond_init = _on_addresses("pthread_cond_init", 2)
+cond_wait = _on_addresses("pthread_cond_wait", 2)
+cond_broadcast = _on_addresses("pthread_cond_broadcast", 1)

@@ -14,9 +14,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
+
+if TYPE_CHECKING:
+    from trapetum.kernels.cpu.crew import Crew
 
 __all__ = ["Pool", "available_cpus"]
 
@@ -50,7 +56,8 @@ class Pool:
         if threads is not None and threads < 1:
             raise RecipeError(f"threads is {threads}; at least 1 is needed")
         self.threads = available_cpus() if threads is None else threads
-        self._all_threads = Lock()
+        self._crew: Crew | None = None
+        self._crew_lock = Lock()
 
     @cached_property
     def _executor(self) -> ThreadPoolExecutor:
@@ -64,6 +71,10 @@ class Pool:
 
     def close(self) -> None:
         """End the threads; they start again if there is more work."""
+        with self._crew_lock:
+            if self._crew is not None:
+                self._crew.close()
+                self._crew = None
         if "_executor" in self.__dict__:
             self._executor.shutdown()
             del self._executor
@@ -113,19 +124,19 @@ class Pool:
         for helper in started:
             helper.result()
 
-    def together(self, part: Callable[[int], object]) -> None:
-        """Call ``part(0) .. part(threads - 1)`` at the same time: they may wait for each other."""
+    def execute(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
+        """Run a program of ``kernels.cpu.program`` on all threads; ``counters`` is overwritten."""
+        from trapetum.kernels.cpu.crew import Crew
+        from trapetum.kernels.cpu.program import run
+
         if self.threads == 1:
-            part(0)
+            run(operations, counters, True, False)
             return
-        with self._all_threads:  # two of these at once could each hold threads that the other waits for
-            others = [self._executor.submit(part, thread) for thread in range(1, self.threads)]
-            try:
-                part(0)
-            finally:
-                wait(others)
-            for other in others:
-                other.result()
+        with self._crew_lock:
+            if self._crew is None or self._crew.process != os.getpid():
+                self._crew = Crew(self.threads - 1)
+            crew = self._crew
+        crew.execute(operations, counters)
 
     def blocks(self, piece: Callable[[slice], object], total: int, size: int) -> None:
         """Call ``piece`` for consecutive slices of ``range(total)``, each of ``size`` (the last one shorter)."""

@@ -1,0 +1,170 @@
+"""Threads that wait in compiled code for the next program of kernels, so that starting one costs no Python.
+
+Handing a part of a product to a ``ThreadPoolExecutor`` takes 0.10 to 0.25 ms until it runs (a queue, two wakings, the
+interpreter lock), half of what a 4096 x 4096 product of two-bit weights takes as a whole. Here a helper waits in code
+that does not hold the interpreter lock, and goes straight from there to the first free tile: 2 us after the start of a
+program while it still looks out for one, 70 us when it has gone to sleep on a POSIX condition variable, 200 us after
+20 ms of sleep (a virtual machine's core has to come back). It looks out for some 70 us after its work, no longer: other
+libraries' threads need the core too. The caller starts at once and waits for tiles, not for helpers.
+
+State, int64 [8], every cell read and written atomically:
+
+====== ======================================================================
+cell   content
+====== ======================================================================
+0      number of the program that takes helpers, from 1 on; 0 between programs
+1      helpers at work, or about to look whether there is some
+2      helpers asleep, or about to be
+3, 4   addresses of the program's operations and counters
+5      number of its operations
+6      1: helpers end
+====== ======================================================================
+
+A helper announces itself in cell 1 and looks at cell 0 then; the caller clears cell 0 and then waits until cell 1 is
+0: no helper reads a program that is over. In the same way cells 2 and 0: no helper sleeps through a program's start.
+The mutex guards only sleep: a helper that met the caller's lock at the start of a program slept 50 us on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trapetum.kernels.cpu import memory
+from trapetum.kernels.cpu.program import run
+from trapetum.kernels.jit import jit
+
+__all__ = ["Crew"]
+
+SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+
+_OPEN, _HELPERS, _SLEEPERS, _OPERATIONS, _COUNTERS, _COUNT, _END = range(7)
+_LOOKS = 4000  # with a pause of 40 to 140 cycles between them
+
+
+@jit()
+def _prepare(mutex: int, bell: int) -> None:
+    memory.mutex_init(mutex, 0)
+    memory.cond_init(bell, 0)
+
+
+@jit()
+def _is_new(state: NDArray[np.int64], number: int) -> bool:
+    found = memory.load_atomic(state, _OPEN)
+    new: bool = (found != 0 and found != number) or memory.load_atomic(state, _END) != 0
+    return new
+
+
+@jit()
+def _serve(state: NDArray[np.int64], mutex: int, bell: int) -> None:
+    """A helper's whole life."""
+    number = 0
+    while True:
+        looks = 0
+        while looks < _LOOKS and not _is_new(state, number):
+            memory.pause()
+            looks += 1
+        if looks == _LOOKS:
+            memory.mutex_lock(mutex)
+            memory.fetch_add(state, _SLEEPERS, 1)
+            while not _is_new(state, number):
+                memory.cond_wait(bell, mutex)
+            memory.fetch_add(state, _SLEEPERS, -1)
+            memory.mutex_unlock(mutex)
+        if memory.load_atomic(state, _END) != 0:
+            return
+        memory.fetch_add(state, _HELPERS, 1)
+        found = memory.load_atomic(state, _OPEN)
+        if found != 0:
+            number = found
+            count = memory.load_atomic(state, _COUNT)
+            operations = memory.array(memory.load_atomic(state, _OPERATIONS), np.int64, (count, 5))
+            counters = memory.array(memory.load_atomic(state, _COUNTERS), np.int64, (count + 1,))
+            run(operations, counters, False, True)
+        memory.fetch_add(state, _HELPERS, -1)
+
+
+@jit()
+def _wake(state: NDArray[np.int64], mutex: int, bell: int) -> None:
+    if memory.load_atomic(state, _SLEEPERS) > 0:
+        memory.mutex_lock(mutex)
+        memory.cond_broadcast(bell)
+        memory.mutex_unlock(mutex)
+
+
+@jit()
+def _execute(
+    state: NDArray[np.int64],
+    mutex: int,
+    bell: int,
+    number: int,
+    operations: NDArray[np.int64],
+    counters: NDArray[np.int64],
+) -> None:
+    counters[:] = 0
+    state[_OPERATIONS], state[_COUNTERS] = operations.ctypes.data, counters.ctypes.data
+    state[_COUNT] = operations.shape[0]
+    memory.fetch_add(state, _OPEN, number)
+    _wake(state, mutex, bell)
+    run(operations, counters, True, True)
+    memory.fetch_add(state, _OPEN, -number)
+    while memory.load_atomic(state, _HELPERS) > 0:  # they find nothing left to do
+        memory.yield_cpu()
+
+
+@jit()
+def _end(state: NDArray[np.int64], mutex: int, bell: int) -> None:
+    memory.fetch_add(state, _END, 1)
+    _wake(state, mutex, bell)
+
+
+class Crew:
+    """Helpers of one caller at a time; they end when the object is collected, or with the process.
+
+    Parameters
+    ----------
+    helpers : int
+        At least 1.
+    """
+
+    def __init__(self, helpers: int) -> None:
+        self.process = os.getpid()  # a forked child has the object but not the threads
+        self._state = np.zeros(8, np.int64)
+        self._locks = np.zeros((2, 128), np.uint8)
+        self._mutex, self._bell = (int(row.ctypes.data) for row in self._locks)
+        _prepare(self._mutex, self._bell)
+        self._lock = threading.Lock()
+        self._number = 0
+        arguments = (self._state, self._mutex, self._bell)
+        threads = [
+            threading.Thread(target=_serve, args=arguments, name=f"trapetum-crew-{i}", daemon=True)
+            for i in range(helpers)
+        ]
+        for thread in threads:
+            thread.start()
+        # The threads hold what they use: the arrays must outlive them, not the object.
+        self.close = weakref.finalize(self, _dismiss, self._state, self._locks, threads)
+
+    def execute(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
+        """Run a program with all helpers that wake in time.
+
+        Parameters
+        ----------
+        operations : ndarray of int64, shape (n, 5)
+            See ``kernels.cpu.program``.
+        counters : ndarray of int64, shape (n + 1,)
+            Overwritten.
+        """
+        with self._lock:
+            self._number += 1
+            _execute(self._state, self._mutex, self._bell, self._number, operations, counters)
+
+
+def _dismiss(state: NDArray[np.int64], locks: NDArray[np.uint8], threads: list[threading.Thread]) -> None:
+    _end(state, int(locks[0].ctypes.data), int(locks[1].ctypes.data))
+    for thread in threads:
+        thread.join()
