@@ -345,7 +345,7 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
         ("run MODEL --prompt Hi --device cuda", "--cache-type f32"),
         ("perplexity MODEL --text TEXT", "--experts card"),
         ("compare MODEL MODEL --text TEXT", "--experts cpu"),
-        ("verify MODEL", "--device cuda"),
+        ("verify MODEL", "--experts cpu"),
         ("verify MODEL --source MODEL", "--ctx 64"),
         ("verify MODEL", "--text TEXT"),
         ("bench --device cuda", "--model MODEL"),

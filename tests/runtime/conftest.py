@@ -79,7 +79,7 @@ def memory_source(tmp_path: Path) -> Callable[..., MemorySource]:
         rng = np.random.default_rng(seed)
         tensors: dict[str, QuantizedTensor] = {}
         for name, shape in parsed.architecture.expected_shapes(parsed).items():
-            if len(shape) == 1:
+            if len(shape) != 2:
                 tensors[name] = DenseTensor((1 + 0.1 * rng.standard_normal(shape)).astype(np.float32))
                 continue
             table = np.sort(rng.standard_normal((shape[0], 16)) * 0.3).astype(np.float16)

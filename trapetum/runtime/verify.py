@@ -7,7 +7,7 @@ integrity          every byte with its checksum (an artifact; a ``.cbk`` with a 
                    its list of sums, as exports write them); lengths and headers; all floating-point values are
                    finite; padding is zero
 decoder            every matrix as the compiled kernels decode and multiply it, in every form that they
-                   hold it in, with the NumPy decode
+                   hold it in, with the NumPy decode; the card's kernels, too, if that is the device
 reconstruction     every tensor with the source's: kept ones bit for bit, quantized ones by relative squared
                    error, which must be the recorded one
 logits             the model's with the source's on a text: KL, top-1 agreement, both perplexities
@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,7 @@ from trapetum.runtime.agreement import deviations
 from trapetum.runtime.checks import Check, VerifyReport, blocks
 from trapetum.runtime.model import Model, check_device, model_of
 from trapetum.runtime.reconstruction import reconstruction
-from trapetum.tensors import DenseTensor
+from trapetum.tensors import DenseTensor, QuantizedTensor
 
 __all__ = ["Check", "VerifyReport", "verify_path"]
 
@@ -62,6 +64,7 @@ def verify_path(
     threads: int | None = None,
     ctx: int = 512,
     device: str = "cpu",
+    experts: str = "card",
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Check an artifact, a ``.cbk`` or a model folder.
@@ -78,6 +81,9 @@ def verify_path(
         Window of the text, in tokens; cut to what the model allows.
     device : str
         Where the artifact's logits are computed, ``cpu`` or ``cuda``; the source's always on the CPU, as a reference.
+        With ``cuda`` the card's kernels are compared as well, whatever the model.
+    experts : str
+        See :func:`~trapetum.runtime.model.load`.
     progress : Progress, optional
 
     Returns
@@ -106,19 +112,42 @@ def verify_path(
             raise UnsupportedModelError(
                 f"{source}: is packed as {packed}, so its tensors cannot be compared with decoded ones"
             )
-        return _verify(path, reference, text, Pool(threads), ctx, device, progress)
+        place = _Place(Pool(threads), device, experts)
+        return _verify(path, reference, text, place, ctx, progress)
     finally:
         if reference is not None:
             reference.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the model is run."""
+
+    pool: Pool
+    device: str
+    experts: str
+
+    def deviations(
+        self,
+    ) -> Callable[[QuantizedTensor, np.random.Generator], Iterator[tuple[str, float, float]]]:
+        """What compares the kernels there with NumPy."""
+        if self.device == "cpu":
+            return lambda tensor, rng: deviations(tensor, self.pool, rng)
+        from trapetum.kernels.cuda.workspace import Workspace
+        from trapetum.runtime.cuda.agreement import card_deviations
+
+        workspace = Workspace()
+        return lambda tensor, rng: chain(
+            deviations(tensor, self.pool, rng), card_deviations(tensor, workspace, rng)
+        )
 
 
 def _verify(
     path: Path,
     source: TensorSource | None,
     text: str | None,
-    pool: Pool,
+    place: _Place,
     ctx: int,
-    device: str,
     progress: Progress,
 ) -> VerifyReport:
     try:
@@ -130,9 +159,9 @@ def _verify(
         source = _in_its_basis(source, opened)
         stages: tuple[tuple[str, Callable[[], Check]], ...] = (
             ("integrity", lambda: _integrity(opened, progress)),
-            ("decoder", lambda: _decoder(opened, pool, progress)),
+            ("decoder", lambda: _decoder(opened, place, progress)),
             ("reconstruction", lambda: reconstruction(opened, source, progress)),
-            ("logits", lambda: _logits(opened, source, text, pool, ctx, device, progress)),
+            ("logits", lambda: _logits(opened, source, text, place, ctx, progress)),
         )
         for name, stage in stages:
             try:
@@ -209,19 +238,19 @@ def _non_finite(opened: TensorSource, progress: Progress) -> Iterator[str]:
     progress.end()
 
 
-def _decoder(opened: TensorSource, pool: Pool, progress: Progress) -> Check:
-    """See ``runtime.agreement``."""
+def _decoder(opened: TensorSource, place: _Place, progress: Progress) -> Check:
+    """See ``runtime.agreement`` and ``runtime.cuda.agreement``."""
     names = [n for n in opened.names() if opened.layout(n) != DenseTensor.layout]
     if not names:
         return Check("decoder", None, None, "nothing is quantized")
-    rng = np.random.default_rng(0)
+    rng, compared = np.random.default_rng(0), place.deviations()
     faults: dict[str, str] = {}
     worst = {"product": 0.0, "fused product": 0.0}
     progress.begin("checking decoders", sum(math.prod(opened.shape(n)) for n in names), "w")
     for name in names:
         for block in blocks(opened.shape(name)):
             tensor = opened.load(name, block)
-            for what, deviation, limit in deviations(tensor, pool, rng):
+            for what, deviation, limit in compared(tensor, rng):
                 kind = "fused product" if "fused" in what else "product"
                 if "product" in what:
                     worst[kind] = max(worst[kind], deviation)
@@ -234,11 +263,12 @@ def _decoder(opened: TensorSource, pool: Pool, progress: Progress) -> Check:
     progress.end()
     if faults:
         return Check("decoder", False, worst["product"], listed(list(faults.values())))
+    where = ", on the card, too" if place.device == "cuda" else ""
     return Check(
         "decoder",
         True,
         worst["product"],
-        f"{len(names)} matrices decode alike, products within {worst['product']:.1e} of a row's, "
+        f"{len(names)} matrices decode alike{where}, products within {worst['product']:.1e} of a row's, "
         f"fused ones within {worst['fused product']:.1e}",
     )
 
@@ -247,9 +277,8 @@ def _logits(
     opened: TensorSource,
     source: TensorSource | None,
     text: str | None,
-    pool: Pool,
+    place: _Place,
     ctx: int,
-    device: str,
     progress: Progress,
 ) -> Check:
     if text is None or source is None:
@@ -257,10 +286,10 @@ def _logits(
     from trapetum.runtime.evaluate import compare
 
     try:
-        theirs = Model(source, pool)
+        theirs = Model(source, place.pool)
     except UnsupportedModelError as error:
         return Check("logits", None, None, f"the source cannot be run here: {error.message}")
-    mine = model_of(opened, pool, device=device)
+    mine = model_of(opened, place.pool, place.device, experts=place.experts)
     if mine.real_vocab_size != theirs.real_vocab_size:
         sizes = f"{mine.real_vocab_size} tokens, the source's {theirs.real_vocab_size}"
         return Check("logits", False, None, f"the vocabulary has {sizes}")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trapetum.errors import KernelUnavailable
 from trapetum.kernels.cuda.module import import_cupy, kernels
 from trapetum.runtime.blocks import FEED_FORWARDS
 from trapetum.runtime.cuda.products import Product, build_product
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHUNK",
-    "HEAD_DIMS",
     "Buffers",
     "CardLayer",
     "KeyValueCache",
@@ -36,8 +34,6 @@ __all__ = [
 
 CHUNK = 128
 """Positions of one split of attention; ``CHUNK`` of ``decoder.cu``."""
-HEAD_DIMS = tuple(range(16, 257, 16))
-"""Widths of a head that ``prefill.cu`` is compiled for."""
 _ATTENTION_THREADS = 128
 _TILE = 64
 _GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "gelu": 2}
@@ -141,8 +137,6 @@ class CardMlp:
     """
 
     def __init__(self, gate_up: Product, down: Product, act: str) -> None:
-        if act not in _GATES:
-            raise KernelUnavailable(f"hidden_act {act!r} has no kernel; {', '.join(_GATES)} have")
         self.gate_up, self.down, self._kind = gate_up, down, _GATES[act]
         self.products = (gate_up, down)
 
@@ -317,10 +311,8 @@ def _weight(norm: Norm | None) -> Any:
     return None if norm is None else import_cupy().asarray(np.ascontiguousarray(norm.weight, np.float32))
 
 
-def build_card_layer(
-    weights: Weights, layer: int, workspace: Workspace, frequencies: Any, experts: str
-) -> CardLayer:
-    """Upload a layer.
+def build_card_layer(weights: Weights, layer: int, workspace: Workspace, frequencies: Any) -> CardLayer:
+    """Upload a layer of a model that ``check_support`` took.
 
     Parameters
     ----------
@@ -329,32 +321,9 @@ def build_card_layer(
     workspace : Workspace
     frequencies : cupy.ndarray of float32, optional
         Of this layer's rotary embedding.
-    experts : str
-        ``cpu``: routed experts run in host memory.
-
-    Raises
-    ------
-    KernelUnavailable
-        If the layer has a block without kernels.
     """
     config = weights.config
-    mixer, ffn = config.architecture.blocks(config, layer)
-    if mixer != "attention":
-        raise KernelUnavailable(
-            f"{config.architecture.model_type}: layers of the kind {mixer} have no CUDA kernels",
-            hint="use --device cpu",
-        )
-    if ffn != "mlp" and experts != "cpu":
-        raise KernelUnavailable(
-            f"{config.architecture.model_type}: routed experts have no CUDA kernels",
-            hint="use --experts cpu: attention on the card, experts in host memory",
-        )
-    norms = [weights.norm_if_any(part, layer) for part in ("q_norm", "k_norm")]
-    if any(norm is not None and norm.weight.size != config.head_dim for norm in norms):
-        raise KernelUnavailable(
-            f"{config.architecture.model_type}: a norm over all heads together has no CUDA kernel",
-            hint="use --device cpu",
-        )
+    _, ffn = config.architecture.blocks(config, layer)
     rope = config.ropes[layer]
     scale = config.attention_scale
     sinks = weights.find("sinks", layer)
@@ -364,8 +333,8 @@ def build_card_layer(
         config.num_attention_heads,
         config.num_key_value_heads,
         config.head_dim,
-        q_norm=_weight(norms[0]),
-        k_norm=_weight(norms[1]),
+        q_norm=_weight(weights.norm_if_any("q_norm", layer)),
+        k_norm=_weight(weights.norm_if_any("k_norm", layer)),
         window=config.windows[layer] or 0,
         scale=float(config.head_dim**-0.5 if scale is None else scale),
         softcap=float(config.attention_softcap or 0.0),

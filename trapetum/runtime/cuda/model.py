@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.errors import KernelUnavailable
 from trapetum.kernels.cuda.module import import_cupy
 from trapetum.kernels.cuda.workspace import Workspace
 from trapetum.runtime.cuda.layers import (
-    HEAD_DIMS,
     Buffers,
     CardLayer,
     KeyValueCache,
@@ -29,6 +27,7 @@ from trapetum.runtime.cuda.layers import (
     launch,
 )
 from trapetum.runtime.cuda.products import build_product
+from trapetum.runtime.cuda.support import NORM_THREADS, check_support
 from trapetum.runtime.model import Model
 from trapetum.runtime.sampling import Sampling
 
@@ -42,8 +41,6 @@ __all__ = ["CardModel", "Session"]
 Floats = NDArray[np.float32]
 
 _PROMPT_BLOCK = 1024  # positions that pass the layers at once
-_NORM_THREADS = 1024
-_MOST_HIDDEN = 16 * _NORM_THREADS  # ``NORM_RUN`` of ``decoder.cu``
 
 
 class CardModel(Model):
@@ -71,16 +68,7 @@ class CardModel(Model):
     def _build(self) -> None:
         cupy = import_cupy()
         config, weights = self.config, self.weights
-        if config.head_dim not in HEAD_DIMS:
-            raise KernelUnavailable(
-                f"head_dim is {config.head_dim}; kernels exist for multiples of 16 up to 256",
-                hint="use --device cpu",
-            )
-        if config.hidden_size > _MOST_HIDDEN:
-            raise KernelUnavailable(
-                f"hidden_size is {config.hidden_size}; kernels exist up to {_MOST_HIDDEN}",
-                hint="use --device cpu",
-            )
+        check_support(weights, self._experts)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         with self.stream:
             self._workspace = Workspace()
@@ -98,7 +86,6 @@ class CardModel(Model):
                     i,
                     self._workspace,
                     None if (rope := config.ropes[i]) is None else self._on_card[rope],
-                    self._experts,
                 )
                 for i in range(config.num_hidden_layers)
             ]
@@ -174,7 +161,7 @@ class CardModel(Model):
         delta, after = None, None
         for number, layer in enumerate(self.card_layers):
             for norm, block in ((layer.attn_norm, layer.attention), (layer.ffn_norm, layer.ffn)):
-                launch("add_norm", (tokens,), _NORM_THREADS, [h, delta, after, norm, buffers.x, hidden, eps])
+                launch("add_norm", (tokens,), NORM_THREADS, [h, delta, after, norm, buffers.x, hidden, eps])
                 x = buffers.x[:tokens]
                 if block is layer.attention:
                     layer.attention(x, buffers, now, cache, number)
@@ -183,7 +170,7 @@ class CardModel(Model):
                     layer.ffn(x, buffers, tokens)
                     after = layer.ffn_post_norm
                 delta = buffers.delta
-        launch("add_norm", (tokens,), _NORM_THREADS, [h, delta, after, self._norm, buffers.x, hidden, eps])
+        launch("add_norm", (tokens,), NORM_THREADS, [h, delta, after, self._norm, buffers.x, hidden, eps])
         return buffers.x[:tokens]
 
     def set_length(self, length: int) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trapetum.rotation import HadamardRotation
     from trapetum.runtime.weights import Weights
 
-__all__ = ["CardMatrix", "DenseCardMatrix", "Output", "Product", "build_product"]
+__all__ = ["CardMatrix", "DenseCardMatrix", "Output", "Product", "build_product", "upload"]
 
 
 class CardMatrix(Protocol):
@@ -193,7 +193,7 @@ def build_product(weights: Weights, parts: Sequence[str], layer: int | None, wor
     else:
         tensors = [weights.source.load(place.name, place.rows) for place in places]
         counts, groups = [tensor.rows for tensor in tensors], _groups(tensors)
-        matrices = [_upload([tensors[i] for i in group], workspace) for group in groups]
+        matrices = [upload([tensors[i] for i in group], workspace) for group in groups]
     for place in places:
         weights.source.release(place.name, place.rows)
     where: dict[int, tuple[int, int]] = {}
@@ -237,7 +237,14 @@ def _groups(tensors: Sequence[QuantizedTensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _upload(tensors: Sequence[QuantizedTensor], workspace: Workspace) -> CardMatrix:
+def upload(tensors: Sequence[QuantizedTensor], workspace: Workspace) -> CardMatrix:
+    """Tensors of one layout, concatenated by rows, as a matrix on the card.
+
+    Raises
+    ------
+    KernelUnavailable
+        If there is no card, or a layout without kernels holds weights beyond float16.
+    """
     cupy = import_cupy()
     layout = _layout(tensors[0])
     rows, width = sum(t.rows for t in tensors), tensors[0].in_features
