@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import trapetum
 from trapetum.errors import KernelUnavailable
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.config import ACTIVATIONS
+from trapetum.models.rope import Rope
+from trapetum.runtime.cuda import model as card_model
 from trapetum.runtime.cuda.layers import _GATES
-from trapetum.runtime.model import model_of
+from trapetum.runtime.cuda.model import CardModel
+from trapetum.runtime.model import Model, model_of
+from trapetum.runtime.sampling import Sampling
 
 Sources = Callable[..., Any]
 
@@ -140,3 +146,133 @@ def test_a_refused_model_leaves_no_file_open(memory_source: Sources, monkeypatch
     with pytest.raises(KernelUnavailable, match="qwen3_5_text needs what has no CUDA kernels"):
         trapetum.load(source.path, device="cuda")
     assert source.closed
+
+
+class OutOfMemoryError(MemoryError):
+    """As CuPy's, by its name."""
+
+
+OutOfMemoryError.__module__ = "cupy.cuda.memory"
+
+
+@pytest.mark.usefixtures("card")
+def test_a_card_that_is_too_small_is_not_the_machine(
+    memory_source: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = memory_source(**SMALL)
+
+    def full(*size: Any) -> None:
+        raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
+
+    sys.modules["cupy"].cuda.Stream = lambda **options: contextlib.nullcontext()
+    for name, kind in (("float32", np.float32), ("zeros", np.zeros), ("empty", full)):
+        monkeypatch.setattr(sys.modules["cupy"], name, kind, raising=False)
+    words = "the card has no memory for the weights: Out of memory allocating 1,024 bytes$"
+    with pytest.raises(KernelUnavailable, match=words) as caught:
+        model_of(source, Pool(1), "cuda")
+    assert "--device cpu" in (caught.value.hint or "")
+
+    def small(*size: Any) -> None:
+        raise MemoryError("the machine's own")
+
+    monkeypatch.setattr(sys.modules["cupy"], "empty", small)
+    with pytest.raises(MemoryError, match="the machine's own"):
+        model_of(source, Pool(1), "cuda")
+
+
+class Frequencies:
+    """An array on the card that knows what it was set to."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.value = value
+
+    def set(self, value: np.ndarray) -> None:
+        self.value = value
+
+
+class Session:
+    """Notes with which frequencies each pass runs."""
+
+    def __init__(self, model: Any, sequences: int, capacity: int, steps: int) -> None:
+        self.model, self.tokens = model, np.zeros((max(1, steps), sequences), np.int32)
+
+    def note(self) -> None:
+        self.model.seen += [array.value.copy() for array in self.model._on_card.values()]
+
+    def prompt(self, sequence: int, ids: np.ndarray) -> Iterator[np.ndarray]:
+        self.note()
+        yield np.zeros((ids.size, self.model.config.hidden_size), np.float16)
+
+    def begin(self, sequence: int, ids: np.ndarray) -> None:
+        self.note()
+
+    def step(self, sampling: Sampling) -> None:
+        self.note()
+
+    def fetch(self, step: int) -> Any:
+        return SimpleNamespace(synchronize=lambda: None)
+
+    def randomise(self, numbers: Any) -> None:
+        pass
+
+    def choose(self, sampling: Sampling) -> None:
+        pass
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "dynamic": {
+        "rope_type": "dynamic",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0],
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("length", [5, 14, 16, 17, 30])
+def test_frequencies_are_those_of_the_cpu(
+    kind: str, length: int, memory_source: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was run before, and while a text grows past the length that the model was made for."""
+    source = memory_source(**SMALL, rope_parameters=SCALED[kind], max_position_embeddings=64)
+    cpu = Model(source, Pool(1))
+    (rope,) = cpu._ropes
+    wanted: list[np.ndarray] = []
+    plain = Rope.inverse_frequencies
+    original = cpu.rotary
+
+    def rotary(start: int, stop: int, text: int) -> Any:
+        wanted.append(plain(rope, cpu.config.rotary_dim, text))
+        return original(start, stop, text)
+
+    monkeypatch.setattr(cpu, "rotary", rotary)
+    card = CardModel.__new__(CardModel)
+    card.config, card.source = cpu.config, source
+    card.stream = contextlib.nullcontext()
+    card.stream.synchronize = lambda: None
+    card._on_card = {rope: Frequencies(plain(rope, cpu.config.rotary_dim))}
+    card._regimes = {rope: rope.regime(0)}
+    card._ropes = cpu._ropes
+    monkeypatch.setattr(card_model, "Session", Session)
+    monkeypatch.setattr(card_model, "import_cupy", lambda: np)
+    monkeypatch.setattr(np, "asnumpy", np.asarray, raising=False)
+
+    ids = np.arange(length)
+    for run in (lambda m: list(m._tokens(ids, 6, Sampling(), 0)), lambda m: m.hidden(ids[None])):
+        wanted.clear()
+        with cpu.pool.session():
+            run(cpu)
+        card.seen = []
+        run(card)
+        assert len(card.seen) == len(wanted)
+        for found, right in zip(card.seen, wanted, strict=True):
+            np.testing.assert_array_equal(found, right)

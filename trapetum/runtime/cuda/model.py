@@ -27,7 +27,7 @@ from trapetum.runtime.cuda.layers import (
     launch,
 )
 from trapetum.runtime.cuda.products import build_product
-from trapetum.runtime.cuda.support import NORM_THREADS, check_support
+from trapetum.runtime.cuda.support import NORM_THREADS, card_memory, check_support
 from trapetum.runtime.model import Model
 from trapetum.runtime.sampling import Sampling
 
@@ -41,6 +41,10 @@ __all__ = ["CardModel", "Session"]
 Floats = NDArray[np.float32]
 
 _PROMPT_BLOCK = 1024  # positions that pass the layers at once
+_FEWER_BITS = (
+    "Quantize to fewer bits, or use --device cpu; routed experts can stay in the machine's (--experts cpu)."
+)
+_SHORTER = "Give a shorter text, or use --device cpu."
 
 
 class CardModel(Model):
@@ -66,9 +70,13 @@ class CardModel(Model):
         super().__init__(source, pool, "fast")
 
     def _build(self) -> None:
+        check_support(self.weights, self._experts)
+        with card_memory(self.source.path, "the weights", _FEWER_BITS):
+            self._load()
+
+    def _load(self) -> None:
         cupy = import_cupy()
         config, weights = self.config, self.weights
-        check_support(weights, self._experts)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         with self.stream:
             self._workspace = Workspace()
@@ -80,6 +88,7 @@ class CardModel(Model):
             for rope in config.ropes:
                 if rope is not None and rope not in self._on_card:
                     self._on_card[rope] = cupy.asarray(rope.inverse_frequencies(config.rotary_dim))
+            self._regimes = {rope: rope.regime(0) for rope in self._on_card}
             self.card_layers: list[CardLayer] = [
                 build_card_layer(
                     weights,
@@ -112,11 +121,16 @@ class CardModel(Model):
         """See :meth:`Model.hidden`; every sequence starts anew."""
         if cache is not None:
             raise ValueError("the card keeps its own cache")
+        with card_memory(self.source.path, f"{ids.shape[1]} positions", _SHORTER):
+            return self._hidden(ids, last)
+
+    def _hidden(self, ids: NDArray[np.intp], last: bool) -> Floats:
         cupy = import_cupy()
         batch, positions = ids.shape
         out = np.empty((batch, 1 if last else positions, self.config.hidden_size), np.float32)
         session = Session(self, 1, positions, 0)
         with self.stream:
+            self.set_length(positions)
             for number in range(batch):
                 blocks = []
                 for x in session.prompt(0, ids[number]):
@@ -176,7 +190,9 @@ class CardModel(Model):
     def set_length(self, length: int) -> None:
         """Rotary frequencies for a text of this length, which some types depend on; addresses stay."""
         for rope, array in self._on_card.items():
-            array.set(rope.inverse_frequencies(self.config.rotary_dim, length))
+            if (regime := rope.regime(length)) != self._regimes[rope]:
+                array.set(rope.inverse_frequencies(self.config.rotary_dim, length))
+                self._regimes[rope] = regime
 
     def _tokens(self, prompt: NDArray[np.intp], n: int, sampling: Sampling, seed: int) -> Iterator[int]:
         done: list[int] = []
@@ -217,17 +233,34 @@ class CardModel(Model):
         ndarray of int32, shape (prompts,)
             The next token of each.
         """
-        with self.stream:
-            self.set_length(max(p.size for p in prompts) + 1)
-        session = Session(self, len(prompts), max(p.size for p in prompts) + n, n)
+        longest = max(p.size for p in prompts)
+        what = f"{len(prompts)} x {longest + n} positions"
+        with card_memory(self.source.path, what, _SHORTER):
+            yield from self._decode(prompts, longest, n, sampling, seeds, skip)
+
+    def _decode(
+        self,
+        prompts: Sequence[NDArray[np.intp]],
+        longest: int,
+        n: int,
+        sampling: Sampling,
+        seeds: Sequence[int],
+        skip: int,
+    ) -> Iterator[NDArray[np.int32]]:
+        session = Session(self, len(prompts), longest + n, n)
         session.randomise([np.random.default_rng(seed).random(skip + n)[skip:] for seed in seeds])
         with self.stream:
+            self.set_length(longest)
             for number, ids in enumerate(prompts):
                 session.begin(number, ids)
             session.choose(sampling)
             events = [session.fetch(0)]
+            # Dynamic scaling turns each new key by what the text is long by then; see :meth:`Model._regime`.
+            growing = any(rope.type == "dynamic" for rope in self._on_card)
             for step in range(n):
                 if step + 1 < n:
+                    if growing:
+                        self.set_length(longest + step + 1)
                     session.step(sampling)
                     events.append(session.fetch(step + 1))
                 events[step].synchronize()

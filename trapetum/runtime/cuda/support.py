@@ -1,8 +1,10 @@
-"""What a model needs that has no kernels on a card, all of it in one sentence, before a weight is read."""
+"""What a model needs that a card has not: kernels, all of them told before a weight is read, and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trapetum.errors import KernelUnavailable, listed
@@ -10,7 +12,7 @@ from trapetum.errors import KernelUnavailable, listed
 if TYPE_CHECKING:
     from trapetum.runtime.weights import Weights
 
-__all__ = ["HEAD_DIMS", "MOST_HIDDEN", "NORM_THREADS", "check_support"]
+__all__ = ["HEAD_DIMS", "MOST_HIDDEN", "NORM_THREADS", "card_memory", "check_support"]
 
 HEAD_DIMS = tuple(range(16, 257, 16))
 """Widths of a head that ``prefill.cu`` is compiled for."""
@@ -73,3 +75,20 @@ def _missing(weights: Weights, experts: str) -> Iterator[str]:
         place = weights.find(part, layer)
         if place is not None and weights.source.shape(place.name)[-1] != config.head_dim:
             yield "norms over all heads together"
+
+
+@contextmanager
+def card_memory(path: Path, what: str, hint: str) -> Iterator[None]:
+    """Tell memory of the card that is used up from the machine's, which is a ``MemoryError``, too.
+
+    Raises
+    ------
+    KernelUnavailable
+        If CuPy finds no memory in the block.
+    """
+    try:
+        yield
+    except MemoryError as problem:
+        if type(problem).__module__.partition(".")[0] != "cupy":
+            raise
+        raise KernelUnavailable(f"{path}: the card has no memory for {what}: {problem}", hint=hint) from None
