@@ -17,6 +17,7 @@ from trapetum.cli.options import (
     Json,
     MixedCpus,
     Overwrite,
+    Revision,
     ShardSize,
     Threads,
     Token,
@@ -76,7 +77,7 @@ def quantize(
             "--bits",
             parse=parse_bits,
             metavar="BITS",
-            help="Bits a code: 2, 3, 4, 5, 6, 8, 1.58 for ternary; another fraction is a --target-bpw.",
+            help="Bits a code: 2 (additive codebooks), 3, 4, 5, 6, 8, 1.58 (ternary); another fraction is a --target-bpw.",
         ),
     ] = None,
     scheme: Annotated[
@@ -85,7 +86,7 @@ def quantize(
             "--scheme",
             parse=_known_scheme,
             metavar="NAME",
-            help="kmeans, ternary, gguf:TYPE, or asis (take over ternary weights and GGUF blocks without loss).",
+            help="kmeans, additive, ternary, gguf:TYPE, or asis (take over what is ternary or packed, without loss).",
         ),
     ] = None,
     levels: Annotated[
@@ -177,9 +178,7 @@ def quantize(
     seed: Annotated[
         int, option("--seed", parse=whole(0), metavar="S", help="Seed of randomized schemes.")
     ] = 0,
-    revision: Annotated[
-        str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
-    ] = None,
+    revision: Revision = None,
     token: Token = None,
     stream_download: Annotated[
         bool,

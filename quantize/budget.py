@@ -10,8 +10,8 @@ candidates         stands for
 =================  =============================================================================================
 ``kmeans``         codebooks of 2, 3, 4, 5, 6 and 8 bits. Sizes between the powers of two cost as many bits a code and
                    save a few bytes of codebook: none was worth it on rows of 512
-``additive``       two and three additive codebooks; by default only below :data:`ADDITIVE_BELOW` bits, for they
-                   take 20 times as long
+``additive``       two and three additive codebooks below :data:`ADDITIVE_BELOW` bits, three and four above; by default
+                   only below, for they take 20 times as long
 ``gguf:TYPE``      that type; never by default
 =================  =============================================================================================
 
@@ -29,11 +29,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trapetum.errors import RecipeError
+from trapetum.models.config import parse_config
 from trapetum.progress import Progress
 from trapetum.quantize.additive import Additive
 from trapetum.quantize.allocation import Option, choose
@@ -52,7 +54,8 @@ __all__ = ["allocate", "budgeted"]
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _MEASURED = 8  # of the tensors of one role in a tied group, such as 256 experts
-_WIDTHS = {KMeans.name: (2, 3, 4, 5, 6, 8), Additive.name: (2, 3)}
+_WIDTHS = {KMeans.name: (2, 3, 4, 5, 6, 8)}
+_NEARLY = 1.001  # a single scheme that is larger by a thousandth is what a budget of its rounded size is held against
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class _Candidate:
         return Rule(glob=list(names), scheme=self.scheme, bits=self.bits, effort=effort)
 
 
-def allocate(plan: Plan, threads: int, progress: Progress) -> Plan:
+def allocate(plan: Plan, threads: int, progress: Progress, text: Path | None = None) -> Plan:
     """Spend the budget of the plan's recipe; the plan itself where there is none, or nothing is open.
 
     Parameters
@@ -76,6 +79,8 @@ def allocate(plan: Plan, threads: int, progress: Progress) -> Plan:
         Its ``statistics`` are used where there are any.
     threads : int
     progress : Progress
+    text : Path, optional
+        For calibration: what tensors are worth is then measured on the model itself (``influence``).
 
     Returns
     -------
@@ -92,6 +97,8 @@ def allocate(plan: Plan, threads: int, progress: Progress) -> Plan:
         return plan
     groups, fitting, schemes = found.groups, found.fitting, found.schemes
     losses = _losses(plan, groups, fitting, schemes, threads, progress)
+    if text is not None:
+        losses = _weighed(plan, found, losses, text, threads, progress)
     options = [
         [(Option(nbytes, loss), c) for nbytes, loss, c in zip(*triple, strict=True)]
         for triple in zip(found.sizes, losses, fitting, strict=True)
@@ -200,10 +207,11 @@ def _candidates(recipe: Recipe) -> list[_Candidate]:
     names = recipe.candidates
     if names is None:
         names = (KMeans.name, Additive.name) if target < ADDITIVE_BELOW else (KMeans.name,)
+    widths = {**_WIDTHS, Additive.name: (2, 3) if target < ADDITIVE_BELOW else (3, 4)}
     return [
         _Candidate(name, bits)
         for name in names
-        for bits in (_WIDTHS.get(name, BITS.get(name, (None,))))  # a scheme without widths is one candidate
+        for bits in (widths.get(name, BITS.get(name, (None,))))  # a scheme without widths is one candidate
     ]
 
 
@@ -229,7 +237,7 @@ def _losses(
         weight = prior(row, layers, experts, moments=moments) * count
         return [weight * e for e in errors]
 
-    progress.begin("measure", len(work))
+    progress.begin("measure", len(work), "tensor")
     losses = [np.zeros(len(found)) for found in fitting]
     blas = one_blas_thread() if plan.statistics is not None else None
     try:
@@ -242,6 +250,58 @@ def _losses(
             blas.restore_original_limits()
     progress.end()
     return [[float(v) for v in found] for found in losses]
+
+
+def _weighed(
+    plan: Plan,
+    found: _Open,
+    losses: Sequence[Sequence[float]],
+    text: Path,
+    threads: int,
+    progress: Progress,
+) -> list[list[float]]:
+    """The losses of groups in units of what the model itself loses with one scheme for each.
+
+    Groups of one part of a layer (experts that are chosen one by one) are measured together. What is in no layer, such
+    as a head, is held to the median of the others, and nothing counts less than a tenth of it: a few thousand tokens
+    may leave an expert out.
+    """
+    from trapetum.quantize.influence import Change, influence
+
+    layers = parse_config(plan.source.config).num_hidden_layers
+    below = [_below(plan, *group) for group in zip(found.groups, found.fitting, found.sizes, strict=True)]
+    together: dict[tuple[object, ...], list[int]] = {}
+    for g, rows in enumerate(found.groups):
+        role = rows[0].role
+        if role.layer is not None and role.layer < layers and losses[g][below[g]] > 0:
+            together.setdefault((role.layer, role.part, below[g]), []).append(g)
+    changes = [
+        Change(
+            tuple(row for g in groups for row in found.groups[g]),
+            _quick(found.schemes[found.fitting[groups[0]][below[groups[0]]]]),
+        )
+        for groups in together.values()
+    ]
+    if not changes:
+        return [list(one) for one in losses]
+    measured = influence(plan, changes, text, threads, progress)
+    factors = [np.nan] * len(losses)
+    for groups, loss in zip(together.values(), measured, strict=True):
+        share = loss / sum(losses[g][below[g]] for g in groups)
+        for g in groups:
+            factors[g] = share
+    middle = float(np.nanmedian(factors))
+    return [
+        [value * (middle if np.isnan(f) else max(f, middle / 10)) for value in one]
+        for one, f in zip(losses, factors, strict=True)
+    ]
+
+
+def _below(plan: Plan, rows: Sequence[PlanRow], fitting: Sequence[_Candidate], sizes: Sequence[int]) -> int:
+    """The candidate nearest to one bit less than the budget; additive codebooks only where there is nothing else."""
+    wanted = ((plan.recipe.target_bpw or 0) - 1) * sum(r.parameters for r in rows) / 8
+    quick = [i for i, c in enumerate(fitting) if c.scheme != Additive.name] or range(len(fitting))
+    return min(quick, key=lambda i: (abs(sizes[i] - wanted), i))
 
 
 def _quick(scheme: Scheme) -> Scheme:
@@ -315,7 +375,10 @@ def _note(
     uniform = []
     for c in candidates:
         found = [next((o for o, k in group if k == c), None) for group in options]
-        if all(o is not None and o.nbytes for o in found) and sum(o.nbytes for o in found if o) <= nbytes:
+        if (
+            all(o is not None and o.nbytes for o in found)
+            and sum(o.nbytes for o in found if o) <= _NEARLY * nbytes
+        ):
             uniform.append((sum(o.loss for o in found if o), plan.recipe.scheme_of(c.rule(["*"])).label))
     if uniform and min(uniform)[0] > 0:
         least, label = min(uniform)

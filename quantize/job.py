@@ -411,7 +411,8 @@ class Job:
             return
         if self.stream is None:
             with self.statistics(aloud=False) if budgeted(self.plan) else contextlib.nullcontext():
-                self.plan = allocate(self.plan, self.budget.threads, self.progress)
+                text = None if self.calibration is None else self.calibration.text
+                self.plan = allocate(self.plan, self.budget.threads, self.progress, text)
             self.plan = survey(self.plan, self.budget, self.progress)
         largest = max(s.size for s in shards_of(self.plan, self.max_shard_size))
         coming = 0 if self.stream is None else self.stream.most_bytes

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.formats.decoded import rotation_of
 from trapetum.formats.imatrix import InputStatistics
 from trapetum.formats.parts import Part
 from trapetum.formats.safetensors import SafetensorsFile
 from trapetum.formats.source import TensorSource, open_source
+from trapetum.formats.view import SourceView
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.models.residual import RotatedCheckpoint
 from trapetum.progress import Progress
@@ -146,26 +148,27 @@ def _change(one: PairedInputs) -> _Change | None:
     return _Change(np.ascontiguousarray(found, dtype=np.float32), one.drift is not None)
 
 
-class _Stored:
+class _Stored(SourceView[TensorSource]):
     """A model as far as it is stored; the rest is the original's."""
 
     def __init__(self, inner: TensorSource, rotation: HadamardRotation | None) -> None:
-        self._inner, self._rotation = inner, rotation
+        super().__init__(inner)
+        self._rotation = rotation
         self.parts: dict[str, Part] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def rotation_of(self, name: str) -> HadamardRotation | None:
         """None of what is stored: it is turned back when it is loaded."""
-        ask = getattr(self._inner, "rotation_of", None)
-        return None if ask is None or name in self.parts else ask(name)
+        return None if name in self.parts else rotation_of(self.inner, name)
+
+    def layout(self, name: str) -> str:
+        """``"dense"`` of what is stored."""
+        return DenseTensor.layout if name in self.parts else self.inner.layout(name)
 
     def load(self, name: str, rows: slice | None = None) -> QuantizedTensor:
         """A tensor or some of its rows."""
         part = self.parts.get(name)
         if part is None:
-            return self._inner.load(name, rows)
+            return self.inner.load(name, rows)
         record = part.record
         with SafetensorsFile.open(part.path) as file:
             arrays = {suffix: file.read(entry.name) for suffix, entry in record.arrays.items()}

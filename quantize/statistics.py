@@ -182,6 +182,11 @@ class Calibration:
     tokens: int | None = None
     sequential: bool = False
 
+    @property
+    def text(self) -> Path | None:
+        """The text; None where ``path`` is an importance file."""
+        return None if self.tokens is None else self.path
+
     def identity(self) -> dict[str, Any]:
         """What the job's bytes depend on; the hash, not the place.
 
