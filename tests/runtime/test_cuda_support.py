@@ -243,7 +243,7 @@ def test_frequencies_are_those_of_the_cpu(
     kind: str, length: int, memory_source: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever was run before, and while a text grows past the length that the model was made for."""
-    source = memory_source(**SMALL, rope_parameters=SCALED[kind], max_position_embeddings=64)
+    source = memory_source(**SMALL, rope_parameters=SCALED[kind], max_position_embeddings=16)
     cpu = Model(source, Pool(1))
     (rope,) = cpu._ropes
     wanted: list[np.ndarray] = []
