@@ -77,7 +77,7 @@ def quantize(
             "--bits",
             parse=parse_bits,
             metavar="BITS",
-            help="Bits a code: 2 (additive codebooks), 3, 4, 5, 6, 8, 1.58 (ternary); another fraction is a --target-bpw.",
+            help="Bits a code: 2 (additive), 3, 4, 5, 6, 8, 1.58 (ternary); another fraction is a --target-bpw.",
         ),
     ] = None,
     scheme: Annotated[
