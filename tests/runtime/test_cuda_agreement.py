@@ -16,6 +16,7 @@ from trapetum.errors import KernelUnavailable
 from trapetum.formats.planes import PlanesEntry, PlanesPart
 from trapetum.formats.tiles import TILES
 from trapetum.kernels.cuda.base import CudaLinear
+from trapetum.kernels.cuda.linear import cuda_linear
 from trapetum.kernels.cuda.ternary import TernaryLinear
 from trapetum.kernels.cuda.workspace import Workspace
 from trapetum.runtime.cuda.agreement import TOKENS, card_deviations
@@ -150,3 +151,37 @@ def test_without_a_card_verify_does_not_begin(demo_model: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelUnavailable, match="CuPy, which is not installed"):
         verify_path(demo_model, device="cuda")
+
+
+@pytest.mark.usefixtures("stand")
+@pytest.mark.parametrize(
+    ("layout", "rows", "count", "entries", "nbytes"),
+    [
+        ("planes-v1", 3, 256, 0, 204),
+        ("codebook4-v1", 3, 20, 16, 3072),
+        ("codebook8-v1", 3, 20, 256, 68608),
+        ("additive-v1", 3, 40, 2, 8736),
+    ],
+)
+def test_bytes_of_another_matrix_are_refused(
+    layout: str, rows: int, count: int, entries: int, nbytes: int
+) -> None:
+    data = np.zeros(nbytes, np.uint8)
+    assert cuda_linear(layout, data, rows, count, entries).rows == rows
+    for wrong in (data[1:], np.zeros(nbytes + 1, np.uint8)):
+        with pytest.raises(
+            ValueError, match=f"are no {layout} matrix of {rows} x {count}, which has {nbytes}$"
+        ):
+            cuda_linear(layout, wrong, rows, count, entries)
+    with pytest.raises(ValueError, match=f"{layout} does not hold {rows} x {count} with 300 entries"):
+        cuda_linear(layout, data, rows, count, 300)
+    with pytest.raises(ValueError, match="does not hold 0 x"):
+        cuda_linear(layout, data, 0, count, entries)
+
+
+@pytest.mark.usefixtures("stand")
+def test_a_layout_without_kernels_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="layout 'codebook4-v2' has no CUDA kernels; planes-v1, codebook4-v1,"
+    ):
+        cuda_linear("codebook4-v2", np.zeros(1, np.uint8), 1, 1)
