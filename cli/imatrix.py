@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Debug, Json, Overwrite, Threads, option, whole
+from trapetum.cli.options import Debug, Json, Overwrite, Revision, Threads, Token, option, whole
 from trapetum.cli.output import emit
 from trapetum.cli.progress import terminal_progress
 
@@ -27,6 +27,8 @@ def imatrix(
         int | None,
         option("--tokens", parse=whole(1), metavar="N", help="Most tokens to take; 131072 by default."),
     ] = None,
+    revision: Revision = None,
+    token: Token = None,
     threads: Threads = None,
     overwrite: Overwrite = False,
     json: Json = False,
@@ -38,7 +40,7 @@ def imatrix(
     from trapetum.runtime.calibrate import TOKENS
 
     progress = terminal_progress()
-    path = resolve_model(model, progress=progress)
+    path = resolve_model(model, revision=revision, token=token, progress=progress)
     work = collect_moments if hessian else collect_importance
     most = tokens or TOKENS
     work(path, text, out, tokens=most, overwrite=overwrite, threads=threads, progress=progress)

@@ -28,6 +28,7 @@ __all__ = [
     "MixedCpus",
     "Overwrite",
     "Quality",
+    "Revision",
     "ShardSize",
     "TextFile",
     "Threads",
@@ -320,6 +321,9 @@ Experts = Annotated[
     ),
 ]
 Context = Annotated[int, option("--ctx", parse=whole(2), help="Tokens in a window.", metavar="N")]
+Revision = Annotated[
+    str | None, typer.Option("--revision", metavar="R", help="Branch, tag or commit of a Hub id.")
+]
 Token = Annotated[str | None, typer.Option("--token", metavar="T", help="Hub token; HF_TOKEN by default.")]
 Artifact = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="The folder that quantize wrote.")]
 Quality = Annotated[
