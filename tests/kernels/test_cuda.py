@@ -221,6 +221,19 @@ def test_quantized_activations_are_the_rule(rng: Rng) -> None:
     assert not words[:, 5:].any()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 64])
+def test_what_is_not_finite_spoils_its_token_only(bad: float, tokens: int, rng: Rng) -> None:
+    tensor = ternary(rng, 40, 1024)
+    linear = upload(tensor)
+    x = rng.standard_normal((tokens, 1024)).astype(np.float16)
+    x[tokens // 2, 777] = bad
+    found = cupy.asnumpy(linear.multiply(cupy.asarray(x), cupy.empty((tokens, 40), cupy.float32)))
+    others = np.arange(tokens) != tokens // 2
+    assert np.isnan(found[tokens // 2]).all()
+    assert np.isfinite(found[others]).all()
+
+
 @pytest.mark.parametrize("block", [2, 64, 128, 1024, 4096])
 def test_rotation(block: int, rng: Rng) -> None:
     from trapetum.kernels.cuda.rotate import rotate
