@@ -13,8 +13,10 @@ from trapetum.cli.options import (
     Device,
     Experts,
     Json,
+    Revision,
     TextFile,
     Threads,
+    Token,
     only_with,
     read_text,
 )
@@ -32,6 +34,8 @@ def compare(
     b: Annotated[Path, typer.Argument(metavar="B", help="The model under test.")],
     text: TextFile,
     ctx: Context = 512,
+    revision: Revision = None,
+    token: Token = None,
     device: Device = "cpu",
     experts: Experts = "card",
     threads: Threads = None,
@@ -46,8 +50,9 @@ def compare(
 
     words = read_text(text)
     progress = terminal_progress()
+    reference = resolve_model(a, revision=revision, token=token, progress=progress)
     with (
-        load(resolve_model(a, progress=progress), device=device, threads=threads, experts=experts) as first,
+        load(reference, device=device, threads=threads, experts=experts) as first,
         load(b, device=device, threads=threads, experts=experts) as second,
     ):
         result = measure(first, second, words, ctx=ctx, progress=progress)

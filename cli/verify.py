@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from trapetum.cli.options import Context, Debug, Device, Experts, Json, Threads, only_with, read_text
+from trapetum.cli.options import (
+    Context,
+    Debug,
+    Device,
+    Experts,
+    Json,
+    Revision,
+    Threads,
+    Token,
+    only_with,
+    read_text,
+)
 from trapetum.cli.output import VERIFY_FAILED, emit, table
 from trapetum.cli.progress import terminal_progress
 
@@ -30,6 +41,8 @@ def verify(
         ),
     ] = None,
     ctx: Context = 512,
+    revision: Revision = None,
+    token: Token = None,
     device: Device = "cpu",
     experts: Experts = "card",
     threads: Threads = None,
@@ -41,7 +54,7 @@ def verify(
     Integrity (checksums, headers, values), the compiled decoders (with --device cuda the card's, too), the
     reconstruction error against the source, then the logits.
     """
-    only_with(context, source is not None, "--source", "text")
+    only_with(context, source is not None, "--source", "text", "revision", "token")
     only_with(context, source is not None and text is not None, "--source and --text", "ctx")
     only_with(context, device == "cuda", "--device cuda", "experts")
     from trapetum.hub import resolve_model
@@ -49,7 +62,9 @@ def verify(
 
     words = None if text is None else read_text(text)
     progress = terminal_progress()
-    origin = None if source is None else resolve_model(source, progress=progress)
+    origin = (
+        None if source is None else resolve_model(source, revision=revision, token=token, progress=progress)
+    )
     report = verify_path(
         path,
         source=origin,
