@@ -73,6 +73,12 @@ BY_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
 }
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 4.0,
+}
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -114,6 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma": ("gemma", {"head_dim": 32, "tie_word_embeddings": True}),
     "Gemma-2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 15.0}),
     "Gemma-3": ("gemma3_text", {**GEMMA, "rope_parameters": BY_TYPE}),
+    "Granite": ("granite", GRANITE),
     "Seed-OSS": ("seed_oss", {"head_dim": 64}),
     "SmolLM3": ("smollm3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "OLMo-2": ("olmo2", {}),

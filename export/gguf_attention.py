@@ -57,6 +57,8 @@ class _Rule:
         ``head_dim`` is the hidden size over the number of heads.
     all_keys : bool
         There are as many key/value heads as query heads.
+    multipliers : bool
+        Scores, embeddings, outputs of blocks and logits are multiplied by what keys say.
     big : tuple of int
         Numbers of layers for which scores are scaled by hidden size over heads instead of ``head_dim``.
     """
@@ -72,6 +74,7 @@ class _Rule:
     needs_caps: bool = False
     plain_heads: bool = False
     all_keys: bool = False
+    multipliers: bool = False
     big: tuple[int, ...] = ()
 
 
@@ -97,10 +100,18 @@ _RULES: Mapping[str, _Rule] = {
         softcaps=frozenset({"final"}),
         big=(62,),
     ),
+    "granite": _Rule(factors=("llama3", "explicit"), multipliers=True),
     "smollm3": _Rule(no_rotary_every=4),
     "olmo2": _Rule(plain_heads=True, full_every=4, any_pattern=True, local="plain"),
     "olmoe": _Rule(plain_heads=True, all_keys=True),
     "gpt-oss": _Rule(full_every=2),
+}
+
+_MULTIPLIER_KEYS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
 }
 
 
@@ -130,7 +141,7 @@ def attention_faults(config: ModelConfig, family: str) -> list[str]:
     width = config.hidden_size // config.num_attention_heads
     scale = (width if config.num_hidden_layers in rule.big else config.head_dim) ** -0.5
     ours = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-    if abs(ours / scale - 1) > 1e-6:
+    if abs(ours / scale - 1) > 1e-6 and not rule.multipliers:
         refuse(
             f"attention scores are multiplied by {ours:g} (query_pre_attn_scalar), and engines multiply by {scale:g}"
         )
@@ -209,6 +220,11 @@ def attention_pairs(config: ModelConfig, family: str) -> dict[str, KeyValue]:
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
         if cap is not None:
             pairs[f"{name}_logit_softcapping"] = KeyValue.number(cap)
+    if rule.multipliers:
+        stated = config.multipliers
+        pairs |= {key: KeyValue.number(stated[said]) for key, said in _MULTIPLIER_KEYS.items()}
+        eps = config.rms_norm_eps * stated["residual_multiplier"] ** 2
+        pairs["attention.layer_norm_rms_epsilon"] = KeyValue.number(eps)
     return pairs | _window_pairs(config, rule)
 
 

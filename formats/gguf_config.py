@@ -117,7 +117,14 @@ def model_config(
     head_dim = config["head_dim"]
     if rotated != head_dim:
         rope["partial_rotary_factor"] = rotated / head_dim
-    if family.model_type in ("llama", "seed_oss"):
+    if family.model_type == "granite":
+        config |= {
+            "embedding_multiplier": _decimal(value("embedding_scale", float, 1.0)),
+            "residual_multiplier": _decimal(value("residual_scale", float, 1.0)),
+            "attention_multiplier": _decimal(value("attention.scale", float, head_dim**-0.5)),
+            "logits_scaling": _decimal(value("logit_scale", float, 1.0)),
+        }
+    if family.model_type in ("llama", "granite", "seed_oss"):
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in shapes
         config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in shapes
     if ROPE_FACTORS in rope_factors:

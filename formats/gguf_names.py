@@ -131,6 +131,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": Family("gemma", "GemmaForCausalLM", False, _QKV, norm_offset=1.0, head="tied"),
     "gemma2": Family("gemma2", "Gemma2ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0, head="tied"),
     "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", False, _QKV, _GEMMA, norm_offset=1.0),
+    "granite": Family("granite", "GraniteForCausalLM", True, _ALL_LINEAR),
     "seed_oss": Family(
         "seed_oss",
         "SeedOssForCausalLM",

@@ -30,6 +30,12 @@ MODELS = {
     "phi3": {"original_max_position_embeddings": 128},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.05,
+        "logits_scaling": 0.5,
+    },
     "seed_oss": {"head_dim": 32, "biases": ("q", "k", "v")},
     "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": True},
     "olmo2": {},

@@ -35,6 +35,12 @@ GEMMA = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 4.0,
+}
 ALL_BIASES = ("q", "k", "v", "o", "gate", "up", "down")
 MODELS = {
     "llama": ("llama", {}),
@@ -75,6 +81,13 @@ MODELS = {
         "gemma3_text",
         GEMMA | {"final_logit_softcapping": 6.0, "tie_word_embeddings": False, "sliding_window_pattern": 3},
     ),
+    "granite": ("granite", GRANITE),
+    "granite-tied-biases": (
+        "granite",
+        GRANITE
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "biases": ALL_BIASES},
+    ),
+    "granite-llama3": ("granite", GRANITE | {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-3}),
     "seed-oss": ("seed_oss", {"head_dim": 32, "biases": ("q", "k", "v")}),
     "seed-oss-no-bias": ("seed_oss", {"head_dim": 64, "attention_bias": False}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),

@@ -44,17 +44,21 @@ KEYS = [
     *SIZES,
     "architectures",
     "attention_bias",
+    "attention_multiplier",
     "attn_logit_softcapping",
+    "embedding_multiplier",
     "final_logit_softcapping",
     "hidden_act",
     "hidden_activation",
     "layer_types",
+    "logits_scaling",
     "max_window_layers",
     "no_rope_layer_interval",
     "no_rope_layers",
     "original_max_position_embeddings",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
+    "residual_multiplier",
     "rms_norm_eps",
     "rope_local_base_freq",
     "rope_parameters",
@@ -74,6 +78,7 @@ VALUES: list[Any] = [
     0.5,
     10**9,
     10**30,
+    1e-200,
     float("nan"),
     float("inf"),
     True,
@@ -102,6 +107,8 @@ def check(config: dict[str, Any]) -> None:
         assert len(parsed.windows) == len(parsed.ropes) == len(parsed.layer_types) == parsed.num_hidden_layers
         for cap in (parsed.attention_softcap, parsed.logit_softcap, parsed.attention_scale):
             assert cap is None or 0 < cap < np.inf
+        scales = parsed.embedding_scale, parsed.logit_scale, parsed.rms_norm_eps
+        assert all(0 <= scale < np.inf for scale in scales)
         for layer in range(parsed.num_hidden_layers):
             parsed.architecture.blocks(parsed, layer)
         assert parsed.architecture.faults(parsed, {})  # nothing is there, however much is promised

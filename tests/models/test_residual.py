@@ -39,6 +39,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"tie_word_embeddings": False, "pad_token_id": 0},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    "granite": {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.05},
+    "seed_oss": {"attention_bias": True, "tie_word_embeddings": False},
     "gemma2": {},
     "olmo2": {},
 }

@@ -45,6 +45,12 @@ GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+GRANITE = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.05,
+    "logits_scaling": 0.25,  # the test wants logits that vary
+}
 BY_TYPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -119,6 +125,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GEMMA),
     "gemma3-linear": ("gemma3_text", GEMMA | {"rope_parameters": BY_TYPE}),
     "gemma3-untied": ("gemma3_text", GEMMA | {"tie_word_embeddings": False}),
+    "granite": ("granite", GRANITE),
+    "granite-tied-biases": (
+        "granite",
+        GRANITE
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3},
+    ),
+    "granite-no-multipliers": ("granite", {}),
     "seed-oss": ("seed_oss", {"head_dim": 24}),
     "seed-oss-other-biases": (
         "seed_oss",

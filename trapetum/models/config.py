@@ -25,8 +25,12 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 
 _LIMIT = 2**31  # sizes and lengths stay below it in every model and every format
 _MOST_LAYERS = 10_000  # a list has an entry for each
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+_LEAST = 1e-6  # multipliers beyond it and its reciprocal leave float32
 # Keys of ``Architecture.options`` that are numbers, which must not be 0.
-_NUMBERS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
+_NUMBERS = frozenset(
+    {"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", *_MULTIPLIERS}
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class ModelConfig:
     hidden_size, intermediate_size, num_hidden_layers, vocab_size : int
     num_attention_heads, num_key_value_heads, head_dim : int
     rms_norm_eps : float
+        Over the square of what multiplies the outputs of blocks (``residual_multiplier``), where a family has that: see
+        ``embedding_scale``.
     layer_types : tuple of str
         See ``models.layer_types``.
     ropes : tuple of (Rope or None), one a layer
@@ -57,7 +63,12 @@ class ModelConfig:
     attention_softcap, logit_softcap : float, optional
         ``cap * tanh(x / cap)`` of attention scores, of logits.
     embedding_scale : float
-        What multiplies embeddings.
+        What multiplies embeddings. Where outputs of blocks are multiplied before they are added, the whole stream is
+        kept over that number, and embeddings are too: norms see no difference but in ``rms_norm_eps``.
+    logit_scale : float
+        What multiplies logits; the final norm takes it in.
+    multipliers : mapping of str to float
+        Those that the file states, by its keys, where the family has them (Granite).
     sections : mapping
         Options of a family's own blocks, by name (``Architecture.sections``).
     attention_bias, mlp_bias : bool
@@ -88,6 +99,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    multipliers: Mapping[str, float] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -191,6 +204,17 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     window = _integer(given, "sliding_window") if "sliding_window" in given and SLIDING in types else None
     rotary_dim = _rotary_dim(given, arch, head_dim)
     heeded = {k: _number(given, k, zero=False) for k in arch.options & set(given) & _NUMBERS}
+    multipliers = {k: heeded[k] for k in _MULTIPLIERS if k in heeded}
+    for key, value in multipliers.items():
+        if not _LEAST <= value <= 1 / _LEAST:
+            raise CheckpointError(
+                f"config.json: {key} is {value:g}; {_LEAST:g} to {1 / _LEAST:g} are expected"
+            )
+    residual = multipliers.get("residual_multiplier", 1.0)
+    embedding = math.sqrt(hidden) if arch.embedding_scale else multipliers.get("embedding_multiplier", 1.0)
+    scale = multipliers.get("attention_multiplier")
+    if "query_pre_attn_scalar" in heeded:
+        scale = heeded["query_pre_attn_scalar"] ** -0.5
     dtype = stated.get("dtype", stated.get("torch_dtype"))
     return ModelConfig(
         architecture=arch,
@@ -201,19 +225,19 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(given, "rms_norm_eps", default=1e-6),
+        rms_norm_eps=_number(given, "rms_norm_eps", default=1e-6) / residual**2,
         layer_types=types,
         ropes=_ropes(given, arch, rotary_dim, types),
         rotary_dim=rotary_dim,
         tie_word_embeddings=_flag(given, "tie_word_embeddings"),
         windows=tuple(window if t == SLIDING else None for t in types),
         hidden_act=act,
-        attention_scale=heeded["query_pre_attn_scalar"] ** -0.5
-        if "query_pre_attn_scalar" in heeded
-        else None,
+        attention_scale=scale,
         attention_softcap=heeded.get("attn_logit_softcapping"),
         logit_softcap=heeded.get("final_logit_softcapping"),
-        embedding_scale=math.sqrt(hidden) if arch.embedding_scale else 1.0,
+        embedding_scale=embedding / residual,
+        logit_scale=1 / multipliers.get("logits_scaling", 1.0),
+        multipliers=multipliers,
         sections={name: parse(given) for name, parse in arch.sections.items()},
         attention_bias=bool(_flag(given, "attention_bias")),
         mlp_bias=bool(_flag(given, "mlp_bias")),

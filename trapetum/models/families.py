@@ -131,6 +131,8 @@ def llama_modules(
     return (embed, attn_norm, *attention, ffn_norm, *mlp_modules(bias=mlp_bias), final_norm, head)
 
 
+# Granite: of embeddings, of what blocks add, of scores, and what logits are divided by.
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _GEMMA_OPTIONS = frozenset({"query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"})
 _GEMMA_ALIASES = {"hidden_activation": "hidden_act", "_sliding_window_pattern": "sliding_window_pattern"}
 
@@ -240,6 +242,14 @@ DENSE: tuple[Architecture, ...] = (
         layer_types=alternating,
         embedding_scale=True,
         gguf="gemma3",
+    ),
+    Architecture(
+        "granite",
+        ("GraniteForCausalLM",),
+        llama_modules(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+        {"max_position_embeddings": 2048, **dict.fromkeys(_MULTIPLIERS, 1.0)},
+        options=frozenset(_MULTIPLIERS),
+        gguf="granite",
     ),
     Architecture(
         "seed_oss",

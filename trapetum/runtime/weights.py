@@ -121,6 +121,8 @@ class Weights:
         weight = self._values(place)
         if place.module.offset:
             weight = weight + np.float32(place.module.offset)
+        if part == "final_norm" and self.config.logit_scale != 1.0:
+            weight = weight * np.float32(self.config.logit_scale)
         return Norm(weight, self.config.rms_norm_eps)
 
     def norm_if_any(self, part: str, layer: int | None = None) -> Norm | None:
