@@ -348,6 +348,8 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
         ("verify MODEL", "--experts cpu"),
         ("verify MODEL --source MODEL", "--ctx 64"),
         ("verify MODEL", "--text TEXT"),
+        ("verify MODEL", "--revision main"),
+        ("verify MODEL", "--token T"),
         ("bench --device cuda", "--model MODEL"),
         ("bench --device cuda", "--cpu-time"),
         ("quantize MODEL --export cbk --drop-artifact", "--max-shard-size 1M"),

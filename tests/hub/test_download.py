@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from trapetum.cli.app import app
 from trapetum.errors import CheckpointError
 from trapetum.hub import resolve_model
 from trapetum.hub_errors import TRIES
@@ -40,6 +42,31 @@ def test_revision_and_commit(hub: Any, commits: tuple[str, str], tmp_path: Path)
     for name in ("pytorch_model", r"modeling\.py", "onnx"):
         assert hub.asked(f"resolve/.*{name}") == 0
     assert resolve_model(REPO).name == commits[1]
+
+
+def test_every_command_that_takes_an_id_takes_its_revision(
+    hub: Any, commits: tuple[str, str], demo_text: Path, tmp_path: Path
+) -> None:
+    hub.token = TOKEN
+    text = tmp_path / "text.txt"
+    text.write_text(demo_text.read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    out, options = tmp_path / "out", ("--revision", commits[0], "--token", TOKEN)
+    for command in (
+        ("quantize", REPO, "-o", out, "--effort", "fast"),
+        ("verify", out, "--source", REPO),
+        ("compare", REPO, out, "--text", text, "--ctx", "64"),
+        ("imatrix", REPO, "--text", text, "--tokens", "64", "-o", tmp_path / "im"),
+    ):
+        line = [str(word) for word in (*command, *options)]
+        wrong = CliRunner().invoke(app, [word.replace(commits[0], "v9") for word in line])
+        assert wrong.exit_code == 1
+        assert f"{REPO} (revision v9): the Hub's model has no such revision" in wrong.stderr
+        result = CliRunner().invoke(app, line)
+        assert result.exit_code == 0, result.stderr
+        assert TOKEN not in wrong.output + result.output
+    assert hub.asked(f"/api/models/{REPO}$") == 0  # nobody asked for the main branch
+    for path in (p for p in tmp_path.rglob("*") if p.is_file()):
+        assert TOKEN.encode() not in path.read_bytes(), path
 
 
 def test_the_cache_serves_again_and_offline(
