@@ -14,13 +14,16 @@ import pytest
 import trapetum
 from trapetum.errors import KernelUnavailable
 from trapetum.kernels.cpu.pool import Pool
-from trapetum.models.config import ACTIVATIONS
+from trapetum.models.architectures import ARCHITECTURES
+from trapetum.models.config import ACTIVATIONS, parse_config
 from trapetum.models.rope import Rope
 from trapetum.runtime.cuda import model as card_model
 from trapetum.runtime.cuda.layers import _GATES
 from trapetum.runtime.cuda.model import CardModel
+from trapetum.runtime.cuda.support import check_support
 from trapetum.runtime.model import Model, model_of
 from trapetum.runtime.sampling import Sampling
+from trapetum.runtime.weights import Weights
 
 Sources = Callable[..., Any]
 
@@ -137,6 +140,44 @@ def test_what_has_kernels_goes_on_to_the_card(
 
 def test_every_activation_has_a_kernel() -> None:
     assert set(_GATES) == set(ACTIVATIONS)
+
+
+# What each family needs, by the words of the message: "" runs on a card. docs/architectures.md says the same.
+_WHOLE = "norms over all heads together"
+_GATED = "gated delta nets; attention with an output gate"
+_SHARED = {"shared_expert_intermediate_size": 16}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"), ("", SMALL)
+    ),
+    **dict.fromkeys(("granite", "seed_oss", "smollm3"), ("", SMALL)),
+    **dict.fromkeys(("olmo2", "olmo3"), (_WHOLE, SMALL)),
+    "mixtral": ("routed experts", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": ("routed experts", SMALL | EXPERTS | _SHARED),
+    "qwen3_moe": ("routed experts", SMALL | EXPERTS),
+    "gpt_oss": ("routed experts", SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": (f"routed experts; {_WHOLE}", SMALL | EXPERTS),
+    "deepseek_v2": ("latent attention; routed experts", LATENT),
+    "deepseek_v3": ("latent attention; routed experts", LATENT | {"n_group": 2, "topk_group": 1}),
+    "qwen3_next": (f"{_GATED}; routed experts", DELTA | EXPERTS | _SHARED),
+    "qwen3_5_text": (_GATED, DELTA),
+    "qwen3_5_moe_text": (f"{_GATED}; routed experts", DELTA | EXPERTS | _SHARED),
+}
+
+
+@pytest.mark.parametrize("family", sorted(ARCHITECTURES))
+def test_every_family_runs_or_says_why_not(family: str, memory_source: Sources) -> None:
+    words, changes = FAMILIES[family]
+    source = memory_source(architectures=[ARCHITECTURES[family].classes[0]], model_type=family, **changes)
+    weights = Weights(source, parse_config(source.config), Pool(1), "fast")
+    for experts in ("card", "cpu"):
+        left = "; ".join(w for w in words.split("; ") if experts == "card" or w != "routed experts")
+        if not left:
+            check_support(weights, experts)
+            continue
+        with pytest.raises(KernelUnavailable) as caught:
+            check_support(weights, experts)
+        assert caught.value.message.endswith(f"{family} needs what has no CUDA kernels: {left}")
 
 
 @pytest.mark.usefixtures("card")
