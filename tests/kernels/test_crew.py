@@ -32,8 +32,8 @@ def grow_step(a: Any, begin: int, end: int) -> None:
 class Chain:
     """Operations of which each needs all of the one before; ``expected`` follows from sizes alone."""
 
-    def __init__(self, sizes: list[tuple[int, int]], count: int = 64) -> None:
-        self.program = Program()
+    def __init__(self, pool: Pool, sizes: list[tuple[int, int]], count: int = 64) -> None:
+        self.program = Program(pool)
         self.arrays = [np.zeros(count, np.int64) for _ in range(len(sizes) + 1)]
         for x, y, (total, tile) in zip(self.arrays, self.arrays[1:], sizes):
             self.program.add(grow_step, [x, y, count], total, tile)
@@ -55,8 +55,9 @@ SIZES = [(64, 1), (1, 1), (64, 64), (3, 2), (64, 7), (5, 5), (2, 1), (64, 63)]
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_every_tile_runs_once_and_in_order_of_need(threads: int) -> None:
-    pool, chain = Pool(threads), Chain(SIZES)
-    run = chain.program.runner(pool)
+    pool = Pool(threads)
+    chain = Chain(pool, SIZES)
+    run = chain.program.runner()
     for number in range(150):
         if number % 50 == 0:
             time.sleep(0.01)  # so that helpers sleep
@@ -70,8 +71,8 @@ def test_several_callers_share_a_crew() -> None:
     pool, failures = Pool(3), []
 
     def work(seed: int) -> None:
-        chain = Chain([SIZES[i] for i in np.random.default_rng(seed).permutation(4)])
-        run = chain.program.runner(pool)
+        chain = Chain(pool, [SIZES[i] for i in np.random.default_rng(seed).permutation(4)])
+        run = chain.program.runner()
         try:
             for _ in range(100):
                 chain.check(run)
@@ -92,10 +93,11 @@ def test_helpers_end_with_their_pool() -> None:
         return sum(thread.name.startswith("trapetum-crew") for thread in threading.enumerate())
 
     gc.collect()
-    before, pool, chain = helpers(), Pool(4), Chain(SIZES)
-    chain.program.runner(pool)()
+    before, pool = helpers(), Pool(4)
+    chain = Chain(pool, SIZES)
+    chain.program.runner()()
     assert helpers() == before + 3
-    del pool
+    del pool, chain
     gc.collect()
     assert helpers() == before
 
@@ -106,8 +108,9 @@ sys.path.insert(0, {folder!r})
 warnings.simplefilter("ignore")
 from test_crew import SIZES, Chain
 from trapetum.kernels.cpu.pool import Pool
-pool, chain = Pool(2), Chain(SIZES)
-run = chain.program.runner(pool)
+pool = Pool(2)
+chain = Chain(pool, SIZES)
+run = chain.program.runner()
 chain.check(run)
 child = os.fork()
 chain.check(run)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import KernelUnavailable
+from trapetum.kernels.cpu import pages
 from trapetum.kernels.cpu.pool import Pool
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def _copies(matrix: Prepared, pool_bytes: int) -> list[Prepared]:
         one = copy.copy(matrix)
         for key, value in vars(matrix).items():
             if isinstance(value, np.ndarray):
-                setattr(one, key, value.copy())
+                setattr(one, key, pages.copy(value))
         made.append(one)
     return made
 
@@ -178,10 +179,10 @@ def _program_case(
 
     programs = []
     for matrix in matrices:
-        program = Program()
+        program = Program(pool)
         out = np.empty((repeat, matrix.rows), np.float32)
         add_products(program, x[0], [(Linear(matrix), y) for y in out])
-        programs.append(program.runner(pool))
+        programs.append(program.runner())
     return lambda number: programs[number % len(programs)]()
 
 

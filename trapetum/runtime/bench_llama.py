@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from trapetum.blocktypes import BLOCK_TYPES, BLOCK_TYPES_BY_ID
 from trapetum.errors import KernelUnavailable
-from trapetum.kernels.cpu import memory
+from trapetum.kernels.cpu import memory, pages
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.runtime.bench_cases import Case, random_blocks
 from trapetum.runtime.products import product_tile
@@ -80,10 +80,10 @@ def _case(
 ) -> Case:
     kind = traits(BLOCK_TYPES[name].id)
     one = random_blocks(name, rows, count)
-    copies = [one.copy() for _ in range(max(2, -(-pool_bytes // one.nbytes)))]
+    copies = [pages.copy(one) for _ in range(max(2, -(-pool_bytes // one.nbytes)))]
     x = np.random.default_rng(1).standard_normal(count).astype(np.float32)
     out = np.empty(rows, np.float32)
-    programs = [_program(traits, kind, weights, x, out).runner(pool) for weights in copies]
+    programs = [_program(traits, kind, weights, x, out, pool).runner() for weights in copies]
     return Case(
         f"llama.cpp {name}", rows * count, one.nbytes, lambda number: programs[number % len(programs)]()
     )
@@ -91,17 +91,17 @@ def _case(
 
 def _program(
     traits: Callable[[int], _Traits], kind: _Traits, weights: NDArray[np.uint8], x: NDArray[np.float32],
-    out: NDArray[np.float32],
+    out: NDArray[np.float32], pool: Pool,
 ) -> Program:  # fmt: skip
     """Its product of one token, handed out to threads as ours is."""
     other, rows = traits(kind.vec_dot_type), len(weights)
     if kind.vec_dot is None or other.from_float is None:
         raise KernelUnavailable("llama.cpp has no row product for this type")
     q = np.empty(BLOCK_TYPES_BY_ID[kind.vec_dot_type].row_bytes(x.size), np.uint8)
-    program = Program()
+    program = Program(pool)
     program.add(_quantize_step, [other.from_float, x, q, x.size])
     arguments = [kind.vec_dot, weights, weights.shape[1], q, x.size, out]
-    program.add(_rows_step, arguments, rows, product_tile(rows, x.size))
+    program.add(_rows_step, arguments, rows, product_tile(rows, x.size, pool.threads))
     return program
 
 
@@ -121,5 +121,5 @@ def llama_product(name: str, blocks: NDArray[np.uint8], x: NDArray[np.float32]) 
     traits = _load()
     kind = traits(BLOCK_TYPES[name].id)
     out = np.empty(len(blocks), np.float32)
-    _program(traits, kind, np.ascontiguousarray(blocks), np.ascontiguousarray(x), out).runner(Pool(1))()
+    _program(traits, kind, np.ascontiguousarray(blocks), np.ascontiguousarray(x), out, Pool(1)).runner()()
     return out

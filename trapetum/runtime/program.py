@@ -19,9 +19,10 @@ Call = tuple[Callable[..., None], list[Any], int, int]
 
 
 class Program:
-    """Collects operations; every array that they name stays alive with it."""
+    """Collects operations for the threads of a pool; every array that they name stays alive with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self._rows: list[list[int]] = []
         self._group: list[int] = []  # operations of one number need nothing of each other
         self._alive: list[Any] = []
@@ -59,13 +60,13 @@ class Program:
             table[k, 4] = ends and (int(group[k]) in spread_groups or int(group[k + 1]) in spread_groups)
         return table
 
-    def runner(self, pool: Pool) -> Callable[[], None]:
-        """A call of it runs what is written down by now, on all threads of the pool; one call at a time."""
+    def runner(self) -> Callable[[], None]:
+        """A call of it runs what is written down by now; one call at a time."""
         operations = self.table()
-        return partial(self._run, pool, operations, np.zeros(len(operations) + 1, np.int64))
+        return partial(self._run, operations, np.zeros(len(operations) + 1, np.int64))
 
-    def _run(self, pool: Pool, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
-        pool.execute(operations, counters)
+    def _run(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
+        self.pool.execute(operations, counters)
 
 
 def _number(argument: Any) -> int:

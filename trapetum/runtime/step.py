@@ -80,7 +80,7 @@ class Step:
 
     def __init__(self, model: Model, cache: Cache) -> None:
         self._model, self._cache = model, cache
-        self._program = Program()
+        self._program = Program(model.pool)
         self._hidden = np.zeros(model.config.hidden_size, np.float32)
         half = model.config.rotary_dim // 2
         self._rotary: dict[Rope, Rotary] = {
@@ -99,7 +99,7 @@ class Step:
         if model.head.softcap is not None:
             cap = np.array([model.head.softcap], np.float32)
             self._program.add(layer.cap_step, [padded, padded.size, cap], padded.size // 8, 512)
-        self._run = self._program.runner(model.pool)
+        self._run = self._program.runner()
 
     def __call__(self, token: int) -> Floats:
         """Append a token to the cache; float32 [vocab_size], valid until the next call."""

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.kernels.cpu import simd
+from trapetum.kernels.cpu import pages, simd
 from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.jit import jit
 
@@ -62,7 +62,8 @@ def pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """
     books, groups, rows = codes.shape
     tiles = -(-groups // TILE)
-    out = np.zeros((tiles, rows, TILE, books), np.uint8)
+    out = pages.empty((tiles, rows, TILE, books), np.uint8)
+    out[-1] = 0
     for t in range(tiles):
         part = codes[:, t * TILE : (t + 1) * TILE]
         out[t, :, : part.shape[1]] = part.transpose(2, 1, 0)

@@ -142,15 +142,27 @@ def multiply_rows(
     """
     tokens, width = x.shape
     groups = width // GROUP
-    if tokens == 1:  # a loop of its own: as a branch in the other one it took a quarter more time
-        for o in range(begin, end):
-            simd.prefetch(planes, (o + 16) * 32)
-            low, high = simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
-            a = simd.zero_floats()
+    if tokens == 1:
+        # Four rows of different pages at once are four streams for the hardware's prefetcher: 9.6 instead of 8.1 GB/s
+        # from memory on one thread, 14.6 instead of 12.3 on two.
+        apart = (end - begin) // 4
+        for o in range(begin, begin + apart):
+            p, q, r = o + apart, o + 2 * apart, o + 3 * apart
+            to, tp, tq, tr = _tables(planes, o), _tables(planes, p), _tables(planes, q), _tables(planes, r)
+            a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
             for g in range(groups):
-                at, scale = (o * groups + g) * 64, simd.splat_floats(x_scales[0, g])
-                part = simd.to_floats(_sum(x, g * GROUP, _group(codes, at, low, high)))
-                a = simd.fma(part, scale, a)
+                scale = simd.splat_floats(x_scales[0, g])
+                a = simd.fma(_part(codes, (o * groups + g) * 64, to, x, g), scale, a)
+                b = simd.fma(_part(codes, (p * groups + g) * 64, tp, x, g), scale, b)
+                c = simd.fma(_part(codes, (q * groups + g) * 64, tq, x, g), scale, c)
+                d = simd.fma(_part(codes, (r * groups + g) * 64, tr, x, g), scale, d)
+            out[0, o], out[0, p] = simd.sum_floats(a) * scales[o], simd.sum_floats(b) * scales[p]
+            out[0, q], out[0, r] = simd.sum_floats(c) * scales[q], simd.sum_floats(d) * scales[r]
+        for o in range(begin + 4 * apart, end):
+            tables, a = _tables(planes, o), simd.zero_floats()
+            for g in range(groups):
+                part = _part(codes, (o * groups + g) * 64, tables, x, g)
+                a = simd.fma(part, simd.splat_floats(x_scales[0, g]), a)
             out[0, o] = simd.sum_floats(a) * scales[o]
         return
     sums = np.empty(tokens * 8, np.float32)
@@ -165,6 +177,18 @@ def multiply_rows(
                 simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
         for m in range(tokens):
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8)) * scales[o]
+
+
+@jit()
+def _tables(planes: NDArray[np.uint8], o: int) -> Any:
+    simd.prefetch(planes, (o + 8) * 32)
+    return simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
+
+
+@jit()
+def _part(codes: NDArray[np.uint8], at: int, tables: Any, x: NDArray[np.int16], g: int) -> Any:
+    """Products of a group of one row with one token, before their scales."""
+    return simd.to_floats(_sum(x, g * GROUP, _group(codes, at, tables[0], tables[1])))
 
 
 @jit()

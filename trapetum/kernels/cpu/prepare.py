@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trapetum.blocktypes import Parts
 from trapetum.blocktypes.simple import IQ4_VALUES, MXFP4_VALUES
-from trapetum.kernels.cpu import blocks, codebook16
+from trapetum.kernels.cpu import blocks, codebook16, pages
 from trapetum.kernels.cpu.activations import GROUP, padded
 from trapetum.kernels.cpu.prepared import (
     Additive,
@@ -177,7 +177,7 @@ _FORMS: dict[str, _Form] = {
 def _blocks(tensor: BlockTensor, form: _Form) -> Prepared:
     rows, count = tensor.rows, tensor.in_features
     groups = padded(count) // GROUP
-    codes = np.empty((rows, groups * blocks.group_bytes(form.kind)), np.uint8)
+    codes = pages.empty((rows, groups * blocks.group_bytes(form.kind)), np.uint8)
     arrays: dict[str, NDArray[Any]] = {}
     for part, parts in _chunks(tensor):
         lines = part.stop - part.start
@@ -193,7 +193,8 @@ def _blocks(tensor: BlockTensor, form: _Form) -> Prepared:
         for key, array in found.items():
             array = array.reshape(lines, -1)
             if key not in arrays:
-                arrays[key] = np.zeros((rows, _width(array.shape[1], count)), array.dtype)
+                arrays[key] = pages.empty((rows, _width(array.shape[1], count)), array.dtype)
+                arrays[key][...] = 0
             arrays[key][part, : array.shape[1]] = array
     table = np.zeros(32, np.uint8)
     if form.values is not None:

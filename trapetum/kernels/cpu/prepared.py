@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.kernels.cpu import additive, blocks, codebook, codebook16, codebook_table, dense, gemm, ternary
+from trapetum.kernels.cpu import (
+    additive,
+    blocks,
+    codebook,
+    codebook16,
+    codebook_table,
+    dense,
+    gemm,
+    pages,
+    ternary,
+)
 from trapetum.kernels.cpu.activations import GROUP, block_sums, byte_form, padded, split_form, word_form
 from trapetum.kernels.cpu.pool import Pool
 
@@ -126,7 +136,7 @@ class Codebook16(Prepared):
 
     def __init__(self, codes: NDArray[np.uint8], tables: NDArray[Any]) -> None:
         self.rows, self.in_features = codes.shape
-        self.codes = np.empty((self.rows, padded(self.in_features) // 2), np.uint8)
+        self.codes = pages.empty((self.rows, padded(self.in_features) // 2), np.uint8)
         codebook16.pack_codes(codes, self.codes)
         self.planes, self.scales = codebook16.quantize_tables(tables)
         self.wide = tables.dtype == np.float32
@@ -182,7 +192,7 @@ class Expanded(Table):
 
     def __init__(self, codes: NDArray[np.uint8], tables: NDArray[Any]) -> None:
         super().__init__(codes, tables)
-        self.words = np.empty((self.rows, padded(self.in_features)), np.int16)
+        self.words = pages.empty((self.rows, padded(self.in_features)), np.int16)
         self.scales = np.empty(self.rows, np.float32)
         codebook_table.expand_rows(self.codes, self.tables, codebook16.TABLE_LIMIT, self.words, self.scales)
 
@@ -213,12 +223,13 @@ class Ternary(Prepared):
         self.rows, self.in_features = codes.shape
         self.size = self.in_features // scales.shape[1]
         self.precise = precise
-        self.codes = np.empty((self.rows, padded(self.in_features) // 4), np.uint8)
+        self.codes = pages.empty((self.rows, padded(self.in_features) // 4), np.uint8)
         ternary.pack_codes(codes, self.size, self.codes)
         held = scales.view(np.uint16) if scales.dtype == np.float16 else scales
         extra = padded(self.in_features) // min(self.size, GROUP) if self.size < GROUP else scales.shape[1]
-        self.scales = np.zeros((self.rows, extra), held.dtype)
+        self.scales = pages.empty((self.rows, extra), held.dtype)
         self.scales[:, : scales.shape[1]] = held
+        self.scales[:, scales.shape[1] :] = 0
 
     def activations(self, x: Activations) -> Form:
         """int8, or twice as many tokens of int8."""

@@ -107,22 +107,41 @@ def _group_scales(block: int, scales: NDArray[Any], row: int, g: int, size: int)
 
 
 @jit(forceinline=True)
-def _one_row(block: int, arguments: Any, o: int) -> Any:
-    """Product of a row with one token; ``block``: 32, 64, 128, or 0 for larger ones.
-
-    Called with a constant and inlined: as a branch in the loop it took a sixth of the time.
-    """
+def _part(block: int, arguments: Any, o: int, g: int, total: Any) -> Any:
+    """Add the products of a group of row ``o`` with one token."""
     codes, scales, size, x, x_scales, quads = arguments
     groups, count = x.shape[1] // GROUP, scales.shape[1]
-    total = simd.zero_floats()
-    for g in range(groups):
-        at = (o * groups + g) * 32
-        if g % 2 == 0:  # a cache line is two groups
-            simd.stream(codes, at)
-        part = _group_sum(_fields(codes, at), x, g * GROUP, quads, g * 8)
-        scale = _group_scales(block, scales, o * count, g, size)
-        total = simd.fma(part, simd.multiply_floats(scale, simd.splat_floats(x_scales[0, g])), total)
-    return simd.sum_floats(total)
+    at = (o * groups + g) * 32
+    if g % 2 == 0:  # a cache line is two groups
+        simd.stream(codes, at)
+    part = _group_sum(_fields(codes, at), x, g * GROUP, quads, g * 8)
+    scale = _group_scales(block, scales, o * count, g, size)
+    return simd.fma(part, simd.multiply_floats(scale, simd.splat_floats(x_scales[0, g])), total)
+
+
+@jit(forceinline=True)
+def _one_token(block: int, arguments: Any, out: NDArray[np.float32], begin: int, end: int) -> None:
+    """Products of rows with one token; ``block``: 32, 64, 128, or 0 for larger ones.
+
+    Called with a constant and inlined: as a branch in the loop it took a sixth of the time. Four rows of different
+    pages at once are four streams for the hardware's prefetcher: 8.5 instead of 6.9 GB/s from memory on one thread,
+    10.8 instead of 8.8 on two.
+    """
+    groups = arguments[3].shape[1] // GROUP
+    apart = (end - begin) // 4
+    for o in range(begin, begin + apart):
+        p, q, r = o + apart, o + 2 * apart, o + 3 * apart
+        a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
+        for g in range(groups):
+            a, b = _part(block, arguments, o, g, a), _part(block, arguments, p, g, b)
+            c, d = _part(block, arguments, q, g, c), _part(block, arguments, r, g, d)
+        out[0, o], out[0, p] = simd.sum_floats(a), simd.sum_floats(b)
+        out[0, q], out[0, r] = simd.sum_floats(c), simd.sum_floats(d)
+    for o in range(begin + 4 * apart, end):
+        a = simd.zero_floats()
+        for g in range(groups):
+            a = _part(block, arguments, o, g, a)
+        out[0, o] = simd.sum_floats(a)
 
 
 @jit()
@@ -158,15 +177,14 @@ def multiply_rows(
     block = size if size <= GROUP else 0
     arguments = (codes, scales, size, x, x_scales, quads)
     if tokens == 1:
-        for o in range(begin, end):
-            if block == GROUP:
-                out[0, o] = _one_row(GROUP, arguments, o)
-            elif block == 64:
-                out[0, o] = _one_row(64, arguments, o)
-            elif block == 32:
-                out[0, o] = _one_row(32, arguments, o)
-            else:
-                out[0, o] = _one_row(0, arguments, o)
+        if block == GROUP:
+            _one_token(GROUP, arguments, out, begin, end)
+        elif block == 64:
+            _one_token(64, arguments, out, begin, end)
+        elif block == 32:
+            _one_token(32, arguments, out, begin, end)
+        else:
+            _one_token(0, arguments, out, begin, end)
         return
     sums = np.empty(tokens * 8, np.float32)
     for o in range(begin, end):
