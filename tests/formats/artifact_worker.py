@@ -1,8 +1,8 @@
 """A small job that writes an artifact, and a loop that kills it at every step. Run by test_assemble.py.
 
-``python artifact_worker.py write FOLDER`` writes; ``... kill FOLDER STRIDE [SEED]`` kills a forked writer before its first,
-second, third ... call that changes the disk, checks what is there, lets another finish, and compares with an
-unkilled run. One process, freshly started and without threads, so that forking is safe.
+``python artifact_worker.py write FOLDER`` writes; ``... kill FOLDER STRIDE [SEED]`` kills a forked writer before every
+STRIDE-th call that changes the disk, checks what is there, lets another finish, and compares with an unkilled run. One
+process, freshly started and without threads, so that forking is safe.
 """
 
 from __future__ import annotations
