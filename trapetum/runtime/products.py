@@ -43,7 +43,7 @@ _SERIAL_WEIGHTS = 1 << 18  # a product of so many takes some 25 us: not worth wa
 # than tiles of 256 K (two threads, 2-bit and 4-bit codes), as long as every thread has a few.
 _MOST_WEIGHTS, _LEAST_WEIGHTS = 1 << 20, 1 << 16
 _TILES_A_THREAD = 8
-_LUT_TILE = 64  # groups of eight inputs
+_LUT_TILE = 32  # groups of eight inputs
 
 
 def can_multiply(linear: Linear) -> bool:

@@ -340,7 +340,7 @@ class Additive(Prepared):
     # Below so many outputs a token's LUT costs more than it saves.
     DIRECT_ROWS = 700
     # Every call reads the whole LUT anew, 32 KiB a tile: 64 rows at a time, that took a third of the product.
-    piece_rows = 512
+    piece_rows = 384
 
     def __init__(self, codes: NDArray[np.uint8], books: NDArray[Any], scales: NDArray[Any]) -> None:
         _, groups, self.rows = codes.shape
