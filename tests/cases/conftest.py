@@ -45,8 +45,9 @@ def case_names() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """``case_name``: the inputs of the catalogue that concern the module, as its function of that name says."""
     if "case_name" in metafunc.fixturenames:
-        names = case_names()
+        names = [n for n in case_names() if metafunc.module.concerns(n)]
         absent = [
             pytest.param("", marks=pytest.mark.skip(reason="the catalogue is not beside the source tree"))
         ]
