@@ -229,9 +229,14 @@ def test_what_does_not_fit_is_refused(rng: Rng) -> None:
             pq2.pq2_linear(bad, planes)
     with pytest.raises(ValueError, match=r"the result torch\.int64; .* are allowed"):
         pq2.pq2_linear(x, planes, torch.int64)
-    for bad in (planes.int(), planes[:, :67], planes.flatten()):
+    for bad in (planes.int(), planes[:, :67], planes.flatten(), planes[:0], planes[:, :0]):
         with pytest.raises(ValueError, match=r"uint8 \(rows, in_features / 128 \* 34\)"):
             pq2.pq2_linear(x, bad)
+    with pytest.raises(ValueError, match="x requires a gradient"):
+        pq2.pq2_linear(x.requires_grad_(), planes)
+    with torch.no_grad():
+        assert not pq2.pq2_linear(x, planes).any()
+    x = x.detach()
     with pytest.raises(ValueError, match="x is on meta"):
         pq2.pq2_linear(x.to("meta"), planes)
     with pytest.raises(KernelUnavailable, match="run on CUDA devices"):

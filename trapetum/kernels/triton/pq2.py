@@ -190,7 +190,7 @@ def pq2_linear(x: torch.Tensor, planes: torch.Tensor, out_dtype: torch.dtype | N
     Raises
     ------
     ValueError
-        If dtypes, shapes or devices do not fit.
+        If dtypes, shapes or devices do not fit, or a gradient is asked for.
     KernelUnavailable
         If the device has no such kernels.
     """
@@ -202,6 +202,10 @@ def pq2_linear(x: torch.Tensor, planes: torch.Tensor, out_dtype: torch.dtype | N
         raise ValueError(f"x has shape {tuple(x.shape)}; (..., {in_features}) is needed")
     if x.device != planes.device:
         raise ValueError(f"x is on {x.device}, the planes are on {planes.device}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "x requires a gradient, which these kernels have not; use torch.no_grad() or x.detach()"
+        )
     _check_device(x.device)
     flat = _aligned(x.reshape(-1, in_features))
     out = torch.empty((flat.shape[0], rows), dtype=out_dtype, device=x.device)
@@ -213,7 +217,12 @@ def pq2_linear(x: torch.Tensor, planes: torch.Tensor, out_dtype: torch.dtype | N
 
 def _sizes(planes: torch.Tensor) -> tuple[int, int]:
     """N and K."""
-    if planes.dtype != torch.uint8 or planes.ndim != 2 or planes.shape[1] % BLOCK.type_size:
+    if (
+        planes.dtype != torch.uint8
+        or planes.ndim != 2
+        or not planes.numel()
+        or planes.shape[1] % BLOCK.type_size
+    ):
         raise ValueError(
             f"planes are {planes.dtype} {tuple(planes.shape)}; uint8 (rows, in_features / {GROUP_SIZE} * "
             f"{BLOCK.type_size}) are needed"
