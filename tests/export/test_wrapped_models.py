@@ -83,3 +83,16 @@ def test_every_output_is_that_of_the_text_model(family, prefix, tiny_model, tmp_
             for m in models
         ]
         assert files[0].read_bytes() == files[1].read_bytes(), scheme
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "deepseek_v3"])
+def test_a_cbk_is_that_of_the_text_model(family, tiny_model, tmp_path):
+    options = {"intermediate_size": 256, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    if family == "gemma2":
+        options |= {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+    if family == "deepseek_v3":
+        options |= json.loads(Path(__file__).with_name("deepseek_v3.json").read_text())
+    plain = tiny_model(family, **options)
+    other = wrapped(plain, tmp_path / "wrapped" / plain.name, "language_model.model.")
+    files = [export_artifact(m, "cbk", m.parent / "model.cbk") for m in (plain, other)]
+    assert files[0].read_bytes() == files[1].read_bytes()
