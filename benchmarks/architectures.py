@@ -292,6 +292,10 @@ def measure(name: str) -> str:
 
 
 def main() -> None:
+    """Print a Markdown table, one row a family: differences from transformers and from llama.cpp, then the versions.
+
+    Usage: ``python benchmarks/architectures.py [FAMILY ...]``.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("family", nargs="*", default=list(CASES), help="names of the first column")
     wanted = parser.parse_args().family
