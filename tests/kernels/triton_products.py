@@ -50,7 +50,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ternary(rng: Rng, rows: int, count: int, levels: int = 4) -> TernaryTensor:
     scales = rng.standard_normal((rows, count // 128)).astype(np.float16)
-    scales.reshape(-1)[::7] = 0
+    scales.reshape(-1)[6::7] = 0
     return TernaryTensor(rng.integers(0, levels, (rows, count), dtype=np.uint8), scales, levels)
 
 
@@ -107,6 +107,17 @@ def test_products(rows: int, count: int, tokens: tuple[int, ...], dtype: str, rn
         assert distance(pq2.pq2_linear(x, planes, torch.float32), expected(exact, tensor)) < 4e-7, number
 
 
+@pytest.mark.parametrize("programs", [1, 4, 6, 1000])
+@pytest.mark.parametrize("tokens", [2, pytest.param(17, marks=pytest.mark.slow)])
+def test_shares_of_the_inputs(programs: int, tokens: int, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program a tile, several with an incomplete last one, and as many as there are groups."""
+    tensor = ternary(rng, 130, 896)
+    for tile in ("_FEW", "_MANY"):
+        monkeypatch.setattr(pq2, tile, getattr(pq2, tile)._replace(programs=programs))
+    x, exact = stored(rng.standard_normal((tokens, 896)), "float16")
+    assert distance(pq2.pq2_linear(x, upload(tensor), torch.float32), expected(exact, tensor)) < 4e-7
+
+
 def test_three_levels(rng: Rng) -> None:
     tensor = ternary(rng, 65, 256, levels=3)
     x, exact = stored(rng.standard_normal((2, 256)), "float16")
@@ -149,6 +160,7 @@ def test_quantized_activations_are_the_rule(dtype: str, rng: Rng) -> None:
     x[2] *= 6e-8  # subnormal float16
     x[3, :256] = np.repeat([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 62.5, -127.0], 32)  # ties at scale 1
     x[4] *= 200  # beyond what float16 holds where squared
+    x[4, :128] = np.float32(190 * 2.0**-149)  # a subnormal scale is too coarse: the quotients are 190
     given, exact = stored(x, dtype)
     codes = torch.empty((5, 512), dtype=torch.int8, device=DEVICE)
     scales = torch.empty((4, 16), dtype=torch.float32, device=DEVICE)
