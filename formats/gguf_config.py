@@ -121,7 +121,7 @@ def model_config(
         config |= {
             "embedding_multiplier": _decimal(value("embedding_scale", float, 1.0)),
             "residual_multiplier": _decimal(value("residual_scale", float, 1.0)),
-            "attention_multiplier": _decimal(value("attention.scale", float, head_dim**-0.5)),
+            "attention_multiplier": _decimal(value("attention.scale", float, max(head_dim, 1) ** -0.5)),
             "logits_scaling": _decimal(value("logit_scale", float, 1.0)),
         }
     if family.model_type in ("llama", "granite", "seed_oss"):
