@@ -31,5 +31,11 @@ def test_fifty_kills(
     with capsys.disabled():
         print(f"\nkills: {out.strip()}")
     assert counts["kills"] >= kills
-    assert set(counts["scenarios"]) == {"quantize", "replace", "parts", "gguf", "cbk"}
+    assert kills < 30 or set(counts["scenarios"]) == {
+        "quantize",
+        "replace",
+        "parts",
+        "gguf",
+        "cbk",
+    }  # six kills each
     assert all(entry["kills"] > 0 for entry in counts["scenarios"].values())
