@@ -206,17 +206,9 @@ def _expanded(m: Expanded, x: _Forms, y: Floats) -> _Product:
 
 def _ternary(m: Ternary, x: _Forms, y: Floats) -> _Product:
     arrays = [m.codes, m.scales, m.rows, padded(m.in_features), m.scales.shape[1], m.size]
-    function = _TERNARY[m.scales.dtype == np.float32, m.precise]
     both = [np.zeros((2, m.rows), np.float32)] if m.precise else []
+    function = ternary.multiply_step(m.scales.dtype, m.size, precise=m.precise)
     return function, [*arrays, *x.bytes(m.size, precise=m.precise), y, *both]
-
-
-_TERNARY: dict[tuple[bool, bool], Callable[..., None]] = {  # float32 scales, precise
-    (False, False): ternary.multiply_step,
-    (False, True): ternary.multiply_precise_step,
-    (True, False): ternary.multiply_wide_step,
-    (True, True): ternary.multiply_wide_precise_step,
-}
 
 
 def _blocks(m: Blocks, x: _Forms, y: Floats) -> _Product:

@@ -40,7 +40,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["Crew"]
 
-SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 _OPEN, _HELPERS, _SLEEPERS, _OPERATIONS, _COUNTERS, _COUNT, _END = range(7)
 _LOOKS = 4000  # with a pause of 40 to 140 cycles between them

@@ -13,7 +13,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["multiply_bfloat16_step", "multiply_float16_step", "multiply_float32_step", "multiply_rows"]
 
-SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()

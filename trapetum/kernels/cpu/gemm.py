@@ -33,7 +33,7 @@ from trapetum.kernels.jit import jit
 
 __all__ = ["ROWS", "TOKENS", "multiply_panels", "pack_panels"]
 
-SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 ROWS, TOKENS = 12, 32  # of C that one call of :func:`_outer` adds to
 RUN = 128  # inputs: a panel of them is 16 KiB and half of the first-level cache; 64 to 512 differ by 3 %

@@ -31,7 +31,7 @@ __all__ = [
     "silu_step",
 ]
 
-SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()

@@ -22,6 +22,7 @@ need no kernel of their own: a 15-bit one is two int8 planes (``activations.spli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,14 @@ from trapetum.kernels.jit import jit
 
 __all__ = [
     "decode_rows",
-    "multiply_precise_step",
     "multiply_rows",
     "multiply_step",
-    "multiply_wide_precise_step",
-    "multiply_wide_step",
     "pack_codes",
 ]
 
-SIMD = "125f4aa44d018471"  # simd.fingerprint(): a new one makes numba compile this file again
+_BLOCKS = (32, 64, GROUP, 0)
+
+SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -125,26 +125,73 @@ def _one_token(block: int, arguments: Any, out: NDArray[np.float32], begin: int,
 
     Called with a constant and inlined: as a branch in the loop it took a sixth of the time. Four rows of different
     pages at once are four streams for the hardware's prefetcher: 8.5 instead of 6.9 GB/s from memory on one thread,
-    10.8 instead of 8.8 on two.
+    10.8 instead of 8.8 on two. Where rows are no multiple of four, the last ones are computed twice, to the same bits.
     """
     groups = arguments[3].shape[1] // GROUP
-    apart = (end - begin) // 4
+    apart = (end - begin + 3) // 4
     for o in range(begin, begin + apart):
-        p, q, r = o + apart, o + 2 * apart, o + 3 * apart
+        p, q, r = min(o + apart, end - 1), min(o + 2 * apart, end - 1), min(o + 3 * apart, end - 1)
         a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
         for g in range(groups):
             a, b = _part(block, arguments, o, g, a), _part(block, arguments, p, g, b)
             c, d = _part(block, arguments, q, g, c), _part(block, arguments, r, g, d)
         out[0, o], out[0, p] = simd.sum_floats(a), simd.sum_floats(b)
         out[0, q], out[0, r] = simd.sum_floats(c), simd.sum_floats(d)
-    for o in range(begin + 4 * apart, end):
-        a = simd.zero_floats()
-        for g in range(groups):
-            a = _part(block, arguments, o, g, a)
-        out[0, o] = simd.sum_floats(a)
 
 
 @jit()
+def _some_tokens(
+    codes: NDArray[np.uint8],
+    scales: NDArray[Any],
+    size: int,
+    x: NDArray[np.int8],
+    x_scales: NDArray[np.float32],
+    quads: NDArray[np.int32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    tokens, width = x.shape
+    groups, count = width // GROUP, scales.shape[1]
+    block = size if size <= GROUP else 0
+    sums = np.empty(tokens * 8, np.float32)
+    for o in range(begin, end):
+        sums[:] = 0
+        for g in range(groups):
+            at = (o * groups + g) * 32
+            simd.stream(codes, at)
+            u, scale = _fields(codes, at), _group_scales(block, scales, o * count, g, size)
+            for m in range(tokens):
+                part = _group_sum(u, x, m * width + g * GROUP, quads, (m * groups + g) * 8)
+                both = simd.multiply_floats(scale, simd.splat_floats(x_scales[m, g]))
+                simd.store_floats(sums, m * 8, simd.fma(part, both, simd.load_floats(sums, m * 8)))
+        for m in range(tokens):
+            out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+
+
+def _one_token_function(block: int) -> Callable[..., None]:
+    """A kernel of its own for each ``block``: all in one took three times as long to compile."""
+
+    @jit()
+    def one_token(
+        codes: NDArray[np.uint8],
+        scales: NDArray[Any],
+        size: int,
+        x: NDArray[np.int8],
+        x_scales: NDArray[np.float32],
+        quads: NDArray[np.int32],
+        out: NDArray[np.float32],
+        begin: int,
+        end: int,
+    ) -> None:
+        _one_token(block, (codes, scales, size, x, x_scales, quads), out, begin, end)
+
+    return one_token
+
+
+_ONE_TOKEN = {block: _one_token_function(block) for block in _BLOCKS}
+
+
 def multiply_rows(
     codes: NDArray[np.uint8],
     scales: NDArray[Any],
@@ -172,33 +219,12 @@ def multiply_rows(
         Written in these columns only.
     begin, end : int
     """
-    tokens, width = x.shape
-    groups, count = width // GROUP, scales.shape[1]
-    block = size if size <= GROUP else 0
-    arguments = (codes, scales, size, x, x_scales, quads)
-    if tokens == 1:
-        if block == GROUP:
-            _one_token(GROUP, arguments, out, begin, end)
-        elif block == 64:
-            _one_token(64, arguments, out, begin, end)
-        elif block == 32:
-            _one_token(32, arguments, out, begin, end)
-        else:
-            _one_token(0, arguments, out, begin, end)
-        return
-    sums = np.empty(tokens * 8, np.float32)
-    for o in range(begin, end):
-        sums[:] = 0
-        for g in range(groups):
-            at = (o * groups + g) * 32
-            simd.stream(codes, at)
-            u, scale = _fields(codes, at), _group_scales(block, scales, o * count, g, size)
-            for m in range(tokens):
-                part = _group_sum(u, x, m * width + g * GROUP, quads, (m * groups + g) * 8)
-                both = simd.multiply_floats(scale, simd.splat_floats(x_scales[m, g]))
-                simd.store_floats(sums, m * 8, simd.fma(part, both, simd.load_floats(sums, m * 8)))
-        for m in range(tokens):
-            out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+    function = _ONE_TOKEN[_block(size)] if x.shape[0] == 1 else _some_tokens
+    function(codes, scales, size, x, x_scales, quads, out, begin, end)
+
+
+def _block(size: int) -> int:
+    return size if size <= GROUP else 0
 
 
 @jit()
@@ -238,39 +264,55 @@ def decode_rows(
                         )
 
 
-@jit()
-def _multiply_step(kind: Any, tokens: int, a: Any, out: NDArray[np.float32], begin: int, end: int) -> None:
-    rows, width, size = a[2], a[3], a[5]
-    multiply_rows(
-        array(a[0], np.uint8, (rows, width // 4)), array(a[1], kind, (rows, a[4])), size,
-        array(a[6], np.int8, (tokens, width)), array(a[7], np.float32, (tokens, width // GROUP)),
-        array(a[8], np.int32, (tokens, width // GROUP * 8)), out, begin, end,
-    )  # fmt: skip
+def multiply_step(kind: Any, size: int, *, precise: bool) -> Callable[..., None]:
+    """The operation for ``kernels.cpu.program`` of a matrix with ``size`` inputs a scale.
+
+    Parameters
+    ----------
+    kind : dtype
+        Of the scales: np.uint16 (float16) or np.float32.
+    size : int
+    precise : bool
+        With 15-bit activations.
+
+    Returns
+    -------
+    callable
+        Its arguments: codes, scales, rows, padded, scales a row, size, x, x_scales, quads, out; ``precise``: two planes
+        of x, x_scales and quads (``activations.split``), and a buffer float32 [2, rows].
+    """
+    wide = kind == np.float32
+    return _PRECISE_STEPS[wide] if precise else _STEPS[wide, _block(size)]
 
 
-@jit()
-def _precise_step(kind: Any, a: Any, begin: int, end: int) -> None:
-    out, both = array(a[9], np.float32, (a[2],)), array(a[10], np.float32, (2, a[2]))
-    _multiply_step(kind, 2, a, both, begin, end)
-    for o in range(begin, end):
-        out[o] = both[0, o] + both[1, o]
+def _step_function(kind: Any, block: int) -> Callable[..., None]:
+    def step(a: Any, begin: int, end: int) -> None:
+        rows, width, size = a[2], a[3], a[5]
+        arguments = (
+            array(a[0], np.uint8, (rows, width // 4)), array(a[1], kind, (rows, a[4])), size,
+            array(a[6], np.int8, (1, width)), array(a[7], np.float32, (1, width // GROUP)),
+            array(a[8], np.int32, (1, width // GROUP * 8)),
+        )  # fmt: skip
+        _one_token(block, arguments, array(a[9], np.float32, (1, rows)), begin, end)
+
+    return step
 
 
-def multiply_step(a: Any, begin: int, end: int) -> None:
-    """For ``kernels.cpu.program``: codes, float16 scales, rows, padded, scales a row, size, x, x_scales, quads, out."""
-    _multiply_step(np.uint16, 1, a, array(a[9], np.float32, (1, a[2])), begin, end)
+def _precise_step_function(kind: Any) -> Callable[..., None]:
+    def step(a: Any, begin: int, end: int) -> None:
+        rows, width, size = a[2], a[3], a[5]
+        out, both = array(a[9], np.float32, (rows,)), array(a[10], np.float32, (2, rows))
+        _some_tokens(
+            array(a[0], np.uint8, (rows, width // 4)), array(a[1], kind, (rows, a[4])), size,
+            array(a[6], np.int8, (2, width)), array(a[7], np.float32, (2, width // GROUP)),
+            array(a[8], np.int32, (2, width // GROUP * 8)), both, begin, end,
+        )  # fmt: skip
+        for o in range(begin, end):
+            out[o] = both[0, o] + both[1, o]
+
+    return step
 
 
-def multiply_wide_step(a: Any, begin: int, end: int) -> None:
-    """The same with float32 scales."""
-    _multiply_step(np.float32, 1, a, array(a[9], np.float32, (1, a[2])), begin, end)
-
-
-def multiply_precise_step(a: Any, begin: int, end: int) -> None:
-    """The same with two planes of x, x_scales and quads (``activations.split``), and a buffer float32 [2, rows]."""
-    _precise_step(np.uint16, a, begin, end)
-
-
-def multiply_wide_precise_step(a: Any, begin: int, end: int) -> None:
-    """The same with float32 scales."""
-    _precise_step(np.float32, a, begin, end)
+_KINDS = {False: np.uint16, True: np.float32}  # wide
+_STEPS = {(wide, b): _step_function(kind, b) for wide, kind in _KINDS.items() for b in _BLOCKS}
+_PRECISE_STEPS = {wide: _precise_step_function(kind) for wide, kind in _KINDS.items()}
