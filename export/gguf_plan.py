@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trapetum.blocktypes import BLOCK_TYPES
-from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, located
+from trapetum.errors import OutputError, RecipeError, UnsupportedModelError, listed, located
 from trapetum.export.deltas import DeltaView, delta_pairs, delta_sizes, stored_deltas
 from trapetum.export.gguf import GgufJob, GgufPlan, family, is_file
 from trapetum.export.gguf_attention import attention_faults, attention_notes, rope_tensors
@@ -134,6 +134,7 @@ class _Planner:
         self.notes: list[str] = []
         self.fitted = 0
         self.folded: list[str] = []
+        self.others: dict[str, list[str]] = {}  # another type than the one asked for -> tensors
 
     def plan(self) -> GgufPlan:
         jobs = self._jobs()
@@ -144,7 +145,7 @@ class _Planner:
         self.faults += latent_faults(self.config)
         if faults := self.faults + self.misfits:
             raise UnsupportedModelError(
-                f"{self.artifact.path}: a GGUF cannot hold this model as asked: {'; '.join(faults)}",
+                f"{self.artifact.path}: a GGUF cannot hold this model as asked: {listed(faults)}",
                 hint="Export to hf instead."
                 if self.faults
                 else "Choose another --gguf-type (F16 and F32 hold any weights that are not rotated), or export to hf.",
@@ -311,7 +312,9 @@ class _Planner:
         if self.asked in FITTED_NAMES:
             job.kind = fallback_type(self.asked, job.shape[-1])
             if job.kind.name != self.asked:
-                job.row.detail += f" (rows of {job.shape[-1]} are not whole blocks of {self.asked})"
+                why = f"rows of {job.shape[-1]} are not whole blocks of {self.asked}"
+                job.row.detail += f" ({why})"
+                self.others.setdefault(f"{why}; {job.kind.name} is taken instead", []).append(job.name)
         else:
             own = self.records[name].relative_error or 0.0
             source = job.origin if self.source is not None else None
@@ -378,6 +381,7 @@ class _Planner:
         kinds = sorted({job.kind.name for job in jobs}, key=lambda k: -BLOCK_TYPES[k].bits_per_weight)
         special = {k: _READERS[k] for k in kinds if k in _READERS}
         readers = "; ".join(f"{k}: {who}" for k, who in special.items())
+        self.notes += [f"{why}: {listed(names, 4)}" for why, names in self.others.items()]
         self.notes.append(f"types {', '.join(kinds)}; runs in " + (readers or "llama.cpp and what embeds it"))
         if self.folded:
             self.notes.append("the weights are rotated: only engines that know prism.hadamard undo it")

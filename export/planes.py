@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from trapetum.errors import UnsupportedModelError
+from trapetum.errors import UnsupportedModelError, listed
 from trapetum.export.cbk_folder import dense_config
 from trapetum.export.plan import ExportPlan, ExportRequest, ExportRow, new_folder, refuse_existing
 from trapetum.formats.atomic import disk_errors, require_space, write_atomic
@@ -120,7 +120,7 @@ def plan_planes(request: ExportRequest) -> PlanesPlan:
     if bad := [text for n, row in ternary.items() if (text := _misfit(n, row))]:
         raise UnsupportedModelError(
             f"{artifact.path}: {len(bad)} matrices do not fit {LAYOUT}, which holds groups of {GROUP_SIZE} with "
-            f"float16 scales: {'; '.join(bad[:8])}",
+            f"float16 scales: {listed(bad)}",
             hint=f"Quantize with --group-size {GROUP_SIZE}.",
         )
     groups = _groups(artifact, first_rows) if request.fuse else {}

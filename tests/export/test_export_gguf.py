@@ -237,6 +237,16 @@ def test_a_type_gives_way_where_rows_do_not_fit(tiny_model, tmp_path):
         details = {r.name: r.detail for r in plan.rows}
     assert "Q5_0" in details["blk.0.attn_q.weight"]
     assert "rows of 96 are not whole blocks of Q4_K" in details["blk.0.attn_q.weight"]
+    said = [note for note in plan.notes if "whole blocks" in note]
+    assert "rows of 96 are not whole blocks of Q4_K; Q5_0 is taken instead: blk.0.attn_q.weight; " in said[0]
+    assert all(note.endswith(" more") or note.count(";") < 5 for note in said)
+
+
+def test_a_type_that_gives_way_to_an_exact_one_is_told(tiny_model, tmp_path):
+    """Rows of 100 fit no block: the file is larger than was asked for, and the table shows only what is not exact."""
+    trapetum.quantize_model(tiny_model(hidden_size=100, head_dim=20), tmp_path / "a", bits=4)
+    with plan_export(tmp_path / "a", "gguf", tmp_path / "m.gguf", gguf_type="Q4_K") as plan:
+        assert any("rows of 100 are not whole blocks of Q4_K; F16 is taken instead" in n for n in plan.notes)
 
 
 def test_blocks_travel_unchanged(tiny_model, tmp_path):
@@ -355,8 +365,9 @@ def test_rotation_travels_and_never_under_a_stock_type(tiny_model, tmp_path):
     artifact = tmp_path / "artifact"
     trapetum.quantize_model(tiny_model(), artifact, scheme="ternary", hadamard=True)
     for kind in ("Q2_0", "F16", "TQ2_0"):
-        with pytest.raises(UnsupportedModelError, match="rotated"):
+        with pytest.raises(UnsupportedModelError, match=r"rotated.*; and \d+ more") as caught:
             export_artifact(artifact, "gguf", tmp_path / "m.gguf", gguf_type=kind)
+        assert len(caught.value.message) < 1500  # of a model of any size
     path = export_artifact(artifact, "gguf", tmp_path / "m.gguf")
     with GgufFile.open(path) as file, trapetum.open_artifact(artifact) as art:
         kv = {k.removeprefix("prism.hadamard."): v for k, v in file.kv.items() if k.startswith("prism.")}
