@@ -1,6 +1,6 @@
 """Additive codebooks: speed of the search on one core, loss on Gaussian weights, memory.
 
-    python benchmarks/additive.py [--rows 4096] [--width 4096]
+    python benchmarks/additive.py [--rows 4096] [--width 4096] [--efforts fast default high]
 
 CPU time of this thread, BLAS on one thread, best of three; lines of JSON. "search" is the beam search alone, "rows" is
 what a block of 256 rows takes under a second moment: error feedback, tables of every group's metric, scales.
@@ -21,6 +21,7 @@ from trapetum.quantize.additive import Additive
 from trapetum.quantize.additive_feedback import Weighted
 from trapetum.quantize.additive_fit import Encoder
 from trapetum.quantize.hessian import Hessian
+from trapetum.quantize.scheme import EFFORTS
 from trapetum.quantize.statistics import one_blas_thread
 from trapetum.runtime.environment import describe_environment
 
@@ -50,6 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--efforts", nargs="*", default=["fast", "default"], choices=EFFORTS)
     given = parser.parse_args()
     one_blas_thread()
     rng = np.random.default_rng(0)
@@ -69,7 +71,7 @@ def main() -> None:
             line = {"codebooks": count, "beam": beam, "search": search, "rows": rows}
             print(json.dumps({k: round(v) for k, v in line.items()} | {"unit": "weights/s"}), flush=True)
     weight = rng.standard_normal((given.rows, given.width), dtype=np.float32)
-    for effort in ("fast", "default"):
+    for effort in given.efforts:
         scheme, before, start = Additive(2, effort), resident(), time.thread_time()
         fitted = scheme.fit(len(weight), lambda rows: weight[rows], 0)
         fit = time.thread_time() - start

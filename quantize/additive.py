@@ -61,7 +61,7 @@ class _Effort(NamedTuple):
 _EFFORTS = {
     "fast": _Effort(1 << 16, 4, 8, 1, 3.5e6, refits=1, sweeps=1),
     "default": _Effort(1 << 18, 10, 16, 1, 1.6e6, refits=2, sweeps=2),
-    "high": _Effort(1 << 19, 20, 32, 2, 0.5e6, refits=4, sweeps=4),
+    "high": _Effort(1 << 21, 16, 32, 2, 0.25e6, refits=4, sweeps=4),
 }
 _REFIT_ROWS, _REFIT_STEPS = 1024, 16
 _CHUNK_WEIGHTS = 1 << 20
@@ -153,6 +153,7 @@ class Additive(Scheme):
             beam=effort.beam,
             rounds=effort.rounds,
             rng=rng,
+            whole=len(chosen) == rows,
         )
         if importance is not None:
             values, scales = sample[:_REFIT_ROWS], scales[:_REFIT_ROWS]

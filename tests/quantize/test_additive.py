@@ -13,7 +13,8 @@ import trapetum
 from trapetum.errors import RecipeError
 from trapetum.formats.artifact import Artifact
 from trapetum.quantize.additive import Additive
-from trapetum.quantize.additive_fit import Encoder
+from trapetum.quantize.additive_fit import Encoder, fit_codebooks
+from trapetum.quantize.additive_lattice import _SPREAD, lattice_codebooks
 from trapetum.quantize.hessian import Hessian
 from trapetum.quantize.schemes import KMeans, scheme_from_spec
 from trapetum.tensors import AdditiveTensor
@@ -66,6 +67,40 @@ def test_gaussian_weights_at_two_bits() -> None:
     weight = RNG.standard_normal((128, 512)).astype(np.float32)
     lost, squares = Additive(2, "fast").errors(weight, Additive(2, "fast").quantize(weight, seed=1))
     assert lost.sum() / squares.sum() < 0.0925  # rows of the sample; scalar codebooks at two bits: 0.1175
+
+
+@pytest.mark.slow
+def test_two_million_gaussian_weights() -> None:
+    weight = RNG.standard_normal((4096, 512)).astype(np.float32)
+    lost, squares = Additive(2).errors(weight, Additive(2).quantize(weight))
+    assert lost.sum() / squares.sum() < 0.0900
+
+
+def test_the_lattice_start_has_a_vector_of_each_class() -> None:
+    coarse, *finer = lattice_codebooks(3, _SPREAD, np.random.default_rng(3)).astype(np.float64)
+    classes = finer[0]
+    roots = coarse[1:241] / 2
+    assert np.array_equal(2 * finer[1], classes)
+    assert np.array_equal(np.square(roots).sum(axis=1), np.full(240, 2.0))
+    for vectors in (classes, roots):  # in E8: whole products with the roots, and whole or half coordinates
+        assert np.array_equal(vectors @ roots.T, np.rint(vectors @ roots.T))
+    halves = (classes[:, None] - classes)[~np.eye(256, dtype=bool)] / 2
+    products = halves @ roots.T
+    assert not (products == np.rint(products)).all(axis=1).any()  # no two differ by a vector of 2 E8
+    assert (np.square(classes).sum(axis=1) <= 4).all()
+
+
+def test_codebooks_of_a_sample_serve_the_rest() -> None:
+    rng = np.random.default_rng(4)
+    sample, others = (rng.standard_normal((1 << 15, 8)).astype(np.float32) for _ in range(2))
+    lost = []
+    for whole in (True, False):
+        books = fit_codebooks(
+            sample, np.ones(len(sample)), 2, beam=8, rounds=4, rng=np.random.default_rng(0), whole=whole
+        )
+        encoder = Encoder(books)
+        lost.append(float(np.square(encoder.decode(encoder.encode(others, 8)) - others).mean()))
+    assert lost[1] < 0.985 * lost[0]
 
 
 def test_more_codebooks_and_more_effort_lose_less() -> None:
