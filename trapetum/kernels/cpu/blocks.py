@@ -247,42 +247,65 @@ def _multiply(kind: int, arguments: Any) -> None:
         begin, end
             int
     """
+    literally(kind)
+    if arguments[6].shape[0] == 1:
+        _one_token(kind, arguments)
+    else:
+        _some_tokens(kind, arguments)
+
+
+@jit()
+def _one_token(kind: int, arguments: Any) -> None:
+    """A loop of its own, see ``codebook16``; and all that a step has to compile."""
     table, codes, d, steps, dmin, mins, x, x_scales, x_sums, out, begin, end = arguments
     literally(kind)
-    tokens, width = x.shape
-    groups = width // GROUP
-    stride = codes.shape[1] // groups
-    size = block_size(kind)
-    blocks = width // size
-    each = 256 // size  # blocks that share a d where they have steps
+    groups, stride, size, blocks, each = _sizes(kind, codes, x)
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
     scales = np.empty(_AHEAD_ROWS * blocks, np.float32)
-    sums = np.empty(tokens * 8 if tokens > 1 else 0, np.float32)
     for o in range(begin, end):
         row = (o - begin) % _AHEAD_ROWS * blocks
         if row == 0:
             for k in range(min(_AHEAD_ROWS, end - o)):
                 _row_scales(d, steps, each, o + k, blocks, scales, k * blocks)
-        if tokens == 1:  # a loop of its own: see codebook16
-            one = simd.zero_floats()
-            for g in range(groups):
-                w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
-                part = _sum(size, x, g * GROUP, w, scales, row + g * GROUP // size)
-                one = simd.fma(part, simd.splat_floats(x_scales[0, g]), one)
-            out[0, o] = simd.sum_floats(one)
-        else:
-            sums[:] = 0
-            for g in range(groups):
-                w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
-                for m in range(tokens):
-                    part = _sum(size, x, m * width + g * GROUP, w, scales, row + g * GROUP // size)
-                    total = simd.load_floats(sums, m * 8)
-                    simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
-            for m in range(tokens):
-                out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+        one = simd.zero_floats()
+        for g in range(groups):
+            w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
+            part = _sum(size, x, g * GROUP, w, scales, row + g * GROUP // size)
+            one = simd.fma(part, simd.splat_floats(x_scales[0, g]), one)
+        out[0, o] = simd.sum_floats(one)
         if dmin.shape[1]:
+            out[0, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, 0)
+
+
+@jit()
+def _some_tokens(kind: int, arguments: Any) -> None:
+    table, codes, d, steps, dmin, mins, x, x_scales, x_sums, out, begin, end = arguments
+    literally(kind)
+    tokens, width = x.shape
+    groups, stride, size, blocks, each = _sizes(kind, codes, x)
+    low, high = simd.load_table(table, 0), simd.load_table(table, 16)
+    scales, sums = np.empty(blocks, np.float32), np.empty(tokens * 8, np.float32)
+    for o in range(begin, end):
+        _row_scales(d, steps, each, o, blocks, scales, 0)
+        sums[:] = 0
+        for g in range(groups):
+            w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
             for m in range(tokens):
+                part = _sum(size, x, m * width + g * GROUP, w, scales, g * GROUP // size)
+                total = simd.load_floats(sums, m * 8)
+                simd.store_floats(sums, m * 8, simd.fma(part, simd.splat_floats(x_scales[m, g]), total))
+        for m in range(tokens):
+            out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+            if dmin.shape[1]:
                 out[m, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, m)
+
+
+@jit(forceinline=True)
+def _sizes(kind: int, codes: NDArray[np.uint8], x: NDArray[np.int16]) -> tuple[int, int, int, int, int]:
+    """Groups of a row, bytes of one, inputs of a block, blocks of a row, blocks that share a ``d``."""
+    literally(kind)
+    groups, size = x.shape[1] // GROUP, block_size(kind)
+    return groups, codes.shape[1] // groups, size, x.shape[1] // size, 256 // size
 
 
 @jit(forceinline=True)
@@ -372,7 +395,7 @@ def _step(kind: int, a: Any, begin: int, end: int) -> None:
         array(a[14], np.float32, (1, a[15])), array(a[16], np.float32, (1, rows)),
         begin, end,
     )  # fmt: skip
-    _multiply(kind, arguments)
+    _one_token(kind, arguments)
 
 
 # One function a kind, so that the kind is a constant in it: chosen at run time, it costs more than the product.
