@@ -335,7 +335,7 @@ def test_block_tensor(name: str, rows: int, width: int, seed: int) -> None:
 def test_block_tensor_refuses_what_does_not_belong_together() -> None:
     blocks = np.zeros((4, 144), np.uint8)
     assert BlockTensor("Q4_K", blocks, (2, 2, 256)).dequantize().shape == (2, 2, 256)
-    with pytest.raises(ValueError, match="is not 4 rows of 144 bytes"):
+    with pytest.raises(ValueError, match="is not 4 rows of 256"):
         BlockTensor("Q4_K", blocks, (4, 512))
     with pytest.raises(ValueError, match="unknown"):
         BlockTensor("Q4_X", blocks)

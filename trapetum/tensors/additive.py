@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.tensors.base import QuantizedTensor, matrix_shape
+from trapetum.tensors.base import QuantizedTensor, matrix_shape, require_floats
 
 __all__ = ["ENTRIES", "GROUP", "MAX_CODEBOOKS", "AdditiveTensor"]
 
 ENTRIES, GROUP, MAX_CODEBOOKS = 256, 8, 8
-_FLOATS = (np.float16, np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +64,8 @@ class AdditiveTensor(QuantizedTensor):
             )
         if self.scales.shape != (rows,):
             raise ValueError(f"scales have shape {self.scales.shape} for {rows} rows of codes")
-        for name, array in (("codebooks", self.codebooks), ("scales", self.scales)):
-            if array.dtype not in _FLOATS:
-                raise ValueError(f"{name} are {array.dtype}; float16 and float32 are allowed")
-        object.__setattr__(self, "shape", tuple(self.shape) or (rows, GROUP * groups))
-        if matrix_shape(self.shape) != (rows, GROUP * groups):
-            raise ValueError(f"shape {self.shape} does not hold {rows} rows of {groups} groups")
+        require_floats(codebooks=self.codebooks, scales=self.scales)
+        self._settle_shape(rows, GROUP * groups)
 
     @property
     def num_codebooks(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["QuantizedTensor", "matrix_shape"]
+__all__ = ["QuantizedTensor", "matrix_shape", "require_floats"]
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -26,6 +26,13 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def require_floats(**arrays: NDArray[Any]) -> None:
+    """Raise ``ValueError`` unless these arrays of a layout, by name, are float16 or float32."""
+    for name, array in arrays.items():
+        if array.dtype not in (np.float16, np.float32):
+            raise ValueError(f"{name} holds {array.dtype}; float16 and float32 are allowed")
+
+
 class QuantizedTensor(ABC):
     """One stored tensor. Instances are immutable and cheap to slice by rows."""
 
@@ -34,6 +41,12 @@ class QuantizedTensor(ABC):
     """Suffixes of stored arrays that belong to all rows; every other array has one row for each row of the matrix."""
 
     shape: tuple[int, ...]
+
+    def _settle_shape(self, rows: int, in_features: int) -> None:
+        """The logical shape, by default that of the matrix; raises ``ValueError`` where it is of another one."""
+        object.__setattr__(self, "shape", tuple(self.shape) or (rows, in_features))
+        if matrix_shape(self.shape) != (rows, in_features):
+            raise ValueError(f"shape {self.shape} is not {rows} rows of {in_features}")
 
     @property
     def rows(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.blocktypes import BLOCK_TYPES, BlockType
-from trapetum.tensors.base import QuantizedTensor, matrix_shape
+from trapetum.tensors.base import QuantizedTensor
 
 __all__ = ["BlockTensor"]
 
@@ -50,11 +50,10 @@ class BlockTensor(QuantizedTensor):
         if self.blocks.ndim != 2 or self.blocks.dtype != np.uint8:
             raise ValueError("blocks must be uint8 [rows, row bytes]")
         rows, width = self.blocks.shape
-        count = width // self.block_type.type_size * self.block_type.block_size
-        object.__setattr__(self, "shape", tuple(self.shape) or (rows, count))
-        rows_needed, in_features = matrix_shape(self.shape)
-        if rows != rows_needed or width != self.block_type.row_bytes(in_features):
-            raise ValueError(f"shape {self.shape} of {self.type} is not {rows} rows of {width} bytes")
+        blocks, rest = divmod(width, self.block_type.type_size)
+        if rest:
+            raise ValueError(f"rows of {width} bytes are not whole blocks of {self.type}")
+        self._settle_shape(rows, blocks * self.block_type.block_size)
 
     @property
     def block_type(self) -> BlockType:

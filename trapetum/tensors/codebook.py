@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.packing import pack_bits, packed_row_bytes, unpack_bits
-from trapetum.tensors.base import QuantizedTensor, matrix_shape
+from trapetum.tensors.base import QuantizedTensor, matrix_shape, require_floats
 
 __all__ = ["CodebookTensor"]
 
@@ -52,13 +52,10 @@ class CodebookTensor(QuantizedTensor):
             raise ValueError(
                 f"{self.codes.shape[0]} rows of codes, {self.codebook.shape[0]} rows of codebook"
             )
-        if self.codebook.dtype not in (np.float16, np.float32):
-            raise ValueError(f"codebook is {self.codebook.dtype}; float16 and float32 are allowed")
+        require_floats(codebook=self.codebook)
         if not 2 <= self.codebook.shape[1] <= 256:
             raise ValueError(f"codebook_size is {self.codebook.shape[1]}; 2 to 256 are allowed")
-        object.__setattr__(self, "shape", tuple(self.shape) or self.codes.shape)
-        if matrix_shape(self.shape) != self.codes.shape:
-            raise ValueError(f"shape {self.shape} does not hold {self.codes.shape} codes")
+        self._settle_shape(*self.codes.shape)
 
     @property
     def codebook_size(self) -> int:

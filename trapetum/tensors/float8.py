@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.tensors.base import QuantizedTensor, matrix_shape
+from trapetum.tensors.base import QuantizedTensor
 
 __all__ = ["FLOAT8", "Float8Tensor"]
 
@@ -100,9 +100,7 @@ class Float8Tensor(QuantizedTensor):
             raise ValueError(
                 f"scales are {self.scales.shape}, not one a group of {self.group_size} of {self.codes.shape}"
             )
-        object.__setattr__(self, "shape", tuple(self.shape) or (rows, width))
-        if matrix_shape(self.shape) != (rows, width):
-            raise ValueError(f"shape {self.shape} is not {rows} rows of {width}")
+        self._settle_shape(rows, width)
 
     def dequantize(self, rows: slice | None = None) -> NDArray[np.float32]:
         """``value(code) * scale``, rounded once to float32; see :meth:`QuantizedTensor.dequantize`."""

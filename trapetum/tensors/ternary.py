@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.packing import pack_bits, packed_row_bytes, unpack_bits
-from trapetum.tensors.base import QuantizedTensor, matrix_shape
+from trapetum.tensors.base import QuantizedTensor, matrix_shape, require_floats
 
 __all__ = ["TernaryTensor"]
 
@@ -55,8 +55,7 @@ class TernaryTensor(QuantizedTensor):
     def __post_init__(self) -> None:
         if self.codes.ndim != 2 or self.scales.ndim != 2 or self.codes.dtype != np.uint8:
             raise ValueError("codes must be uint8 [rows, in_features] and scales [rows, groups]")
-        if self.scales.dtype not in (np.float16, np.float32):
-            raise ValueError(f"scales are {self.scales.dtype}; float16 and float32 are allowed")
+        require_floats(scales=self.scales)
         if self.levels not in (3, 4):
             raise ValueError(f"levels is {self.levels}; 3 and 4 are allowed")
         rows, count = self.codes.shape
@@ -67,9 +66,7 @@ class TernaryTensor(QuantizedTensor):
             )
         if self.codes.size and int(self.codes.max()) >= self.levels:
             raise ValueError(f"code {int(self.codes.max())} does not occur at {self.levels} levels")
-        object.__setattr__(self, "shape", tuple(self.shape) or self.codes.shape)
-        if matrix_shape(self.shape) != self.codes.shape:
-            raise ValueError(f"shape {self.shape} does not hold {self.codes.shape} codes")
+        self._settle_shape(*self.codes.shape)
 
     @property
     def group_size(self) -> int:
