@@ -30,7 +30,7 @@ _KMEANS_VECTORS = 1 << 16  # 256 for each entry
 _KMEANS_STEPS = 16
 _RIDGE = 1e-4  # of an entry's mean weight
 _EARLY_VECTORS = 1 << 18  # enough for the first half of the rounds
-_STEP = 2.0  # of what least squares would change: choices follow slowly, 8 rounds do what 1.0 does in 16
+_STEP = 2.0  # of what least squares would change: choices follow slowly, and 8 rounds do more than 12 of 1.0
 _LATTICE_VECTORS = (
     1 << 17
 )  # k-means fits fewer vectors better, if only these: 0.0885 of 131,072 Gaussian ones either way

@@ -8,7 +8,8 @@ t to the power 1.06 between 3 and 4 bits, and single layers at 3 bits add up to 
 ``weight`` is a *prior*, not a measurement of the model at hand: by role over that one model, and what its first block
 cost more. On a sibling (3 blocks of 256, another vocabulary) its layers came out at 0.7 to 1.5 of it, apart from one
 factor for all; only values and outputs of its first block were twice as sensitive, and its head 0.4 times. It says
-nothing about models with other sensitive places (super weights, the last block).
+nothing about models with other sensitive places (super weights, the last block). With a calibration text the model is
+measured instead (``influence``), and priors only divide a group's loss between its tensors.
 
 ``t`` is measured: of a few runs of rows, ``sum(e H e) / sum(w H w)`` under the second moment of the inputs, under its
 diagonal where only that is known, and plain squares without calibration. Under the second moment the error is that
