@@ -177,9 +177,9 @@ def _program_case(
     from trapetum.runtime.products import add_products
     from trapetum.runtime.program import Program
 
-    programs = []
+    programs, program = [], None
     for matrix in matrices:
-        program = Program(pool)
+        program = Program(pool, like=program)
         out = np.empty((repeat, matrix.rows), np.float32)
         add_products(program, x[0], [(Linear(matrix), y) for y in out])
         programs.append(program.runner())

@@ -19,14 +19,21 @@ Call = tuple[Callable[..., None], list[Any], int, int]
 
 
 class Program:
-    """Collects operations for the threads of a pool; every array that they name stays alive with it."""
+    """Collects operations for the threads of a pool; every array that they name stays alive with it.
 
-    def __init__(self, pool: Pool) -> None:
+    Parameters
+    ----------
+    pool : Pool
+    like : Program, optional
+        Its buffers are used, as those of one program are by all its layers; the two must not run at the same time.
+    """
+
+    def __init__(self, pool: Pool, like: Program | None = None) -> None:
         self.pool = pool
         self._rows: list[list[int]] = []
         self._group: list[int] = []  # operations of one number need nothing of each other
         self._alive: list[Any] = []
-        self._buffers: dict[Any, NDArray[Any]] = {}
+        self._buffers: dict[Any, NDArray[Any]] = {} if like is None else like._buffers
 
     def buffer(self, name: Any, size: int, dtype: Any = np.float32) -> NDArray[Any]:
         """A buffer of zeros by name and size, shared by all layers."""
