@@ -34,12 +34,15 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 
-__all__ = ["MIN_TOKENS", "Factor", "Hessian", "damping_for"]
+__all__ = ["ENOUGH_TOKENS", "MIN_TOKENS", "Factor", "Hessian", "damping_for"]
 
 MIN_TOKENS = 2
 """Tokens for each input below which a second moment says less than its diagonal alone."""
 
-_ENOUGH, _FEW = 16.0, 4.0  # tokens for each input: least damping from the first on, most up to the second
+ENOUGH_TOKENS = 16
+"""Tokens for each input from which a second moment is damped least."""
+
+_FEW = 4.0  # tokens for each input up to which it is damped most
 _LEAST, _MOST = 0.01, 0.1
 _REFINED = 0.1
 _ATTEMPTS = 6
@@ -53,8 +56,10 @@ def damping_for(tokens: int, in_features: int) -> float:
     >>> damping_for(65536, 4096), damping_for(8192, 4096), round(damping_for(32768, 4096), 4)
     (0.01, 0.1, 0.0316)
     """
-    ratio = min(max(tokens / in_features, _FEW), _ENOUGH)
-    return float(_LEAST * (_MOST / _LEAST) ** (math.log(_ENOUGH / ratio) / math.log(_ENOUGH / _FEW)))
+    ratio = min(max(tokens / in_features, _FEW), ENOUGH_TOKENS)
+    return float(
+        _LEAST * (_MOST / _LEAST) ** (math.log(ENOUGH_TOKENS / ratio) / math.log(ENOUGH_TOKENS / _FEW))
+    )
 
 
 @dataclass(frozen=True, eq=False)

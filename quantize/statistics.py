@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.imatrix import InputStatistics, MomentsWriter, open_statistics, write_imatrix
-from trapetum.quantize.hessian import MIN_TOKENS, Hessian
+from trapetum.quantize.hessian import ENOUGH_TOKENS, MIN_TOKENS, Hessian, damping_for
 from trapetum.rotation import HadamardRotation
 from trapetum.tensors import matrix_shape
 
@@ -128,7 +128,7 @@ class Statistics:
             If it belongs to another model.
         """
         wanted = [r for r in rows if r.quantized]
-        unknown, few = [], []
+        unknown, few, damped = [], [], []
         for row in wanted:
             shared = self.file.shared(row.name)
             if shared is None:
@@ -136,6 +136,8 @@ class Statistics:
                     unknown.append(row.name)
             elif not self.has_moment(row):
                 few.append((row, shared[1]))
+            elif shared[1] < ENOUGH_TOKENS * (width := matrix_shape(row.shape)[1]):
+                damped.append((damping_for(shared[1], width), row.name))
         if wanted and len(unknown) == len(wanted):
             raise RecipeError(
                 f"{self.file.path}: knows none of the {len(wanted)} tensors that are quantized",
@@ -147,6 +149,12 @@ class Statistics:
                 f"{len(unknown)} tensors are quantized without importance, for nothing is known of their inputs: "
                 + ", ".join(unknown[:4])
                 + (", ..." if len(unknown) > 4 else "")
+            )
+        if damped:
+            share, name = max(damped)
+            notes.append(
+                f"{len(damped)} tensors saw fewer than {ENOUGH_TOKENS} tokens for each input: their moments are damped "
+                f"more, by up to {share:.3f} of their mean ({name})"
             )
         if few:
             notes.append(

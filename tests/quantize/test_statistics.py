@@ -97,6 +97,20 @@ def test_too_few_tokens_mean_diagonals_and_are_said(
     assert any("fewer than 2 tokens for each input" in n for n in report.notes)
 
 
+def test_heavier_damping_is_said(make_model: Callable[..., Path], tmp_path: Path, ids: np.ndarray) -> None:
+    model = make_model()
+    for tokens, said in (
+        (64 * 8, ["15 tensors", "0.062 of their mean (model.layers.1.mlp.down_proj.weight)"]),
+        (96 * 16, []),
+    ):
+        file = moments_file(model, tmp_path / f"m{tokens}", ids, tokens=tokens)
+        notes = [
+            n for n in quantize_model(model, tmp_path / f"o{tokens}", imatrix=file).notes if "damped" in n
+        ]
+        assert len(notes) == bool(said)
+        assert [w for w in said if w not in "".join(notes)] == [], notes
+
+
 def test_an_importance_file_of_another_model_is_refused(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
