@@ -71,10 +71,11 @@ def _serve(state: NDArray[np.int64], mutex: int, bell: int) -> None:
         if looks == _LOOKS:
             memory.mutex_lock(mutex)
             memory.fetch_add(state, _SLEEPERS, 1)
-            while not _is_new(state, number):
+            if not _is_new(state, number):
                 memory.cond_wait(bell, mutex)
             memory.fetch_add(state, _SLEEPERS, -1)
             memory.mutex_unlock(mutex)
+            continue  # look out again: who wakes too late for one program is in time for the next
         if memory.load_atomic(state, _END) != 0:
             return
         memory.fetch_add(state, _HELPERS, 1)
