@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1, choices=sorted(GOALS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="ROWSxINPUTS")
-    parser.add_argument("--rounds", type=int, help="21 for one token, 9 for more")
+    parser.add_argument("--rounds", type=int, help="61 for one token, 9 for more")
     parser.add_argument("--all", action="store_true", help="every kernel, not those with a goal")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time instead of the wall")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -82,7 +82,7 @@ def main() -> None:
         rows, _, count = name.partition("x")
         report = bench_cpu(
             [(int(rows), int(count))], tokens=options.tokens, threads=options.threads, schemes=schemes,
-            rounds=options.rounds or (21 if options.tokens == 1 else 9),
+            rounds=options.rounds or (61 if options.tokens == 1 else 9),
             llama=LLAMA_TYPES if options.all else asked, cpu_time=options.cpu_time,
         )  # fmt: skip
         sys.stderr.write(text(report) + "\n\n")
