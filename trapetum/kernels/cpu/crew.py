@@ -148,7 +148,7 @@ class Crew:
         for thread in threads:
             thread.start()
         # The threads hold what they use: the arrays must outlive them, not the object.
-        self.close = weakref.finalize(self, _dismiss, self._state, self._locks, threads)
+        self.close = weakref.finalize(self, _dismiss, self.process, self._state, self._locks, threads)
 
     def execute(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
         """Run a program with all helpers that wake in time.
@@ -165,7 +165,11 @@ class Crew:
             _execute(self._state, self._mutex, self._bell, self._number, operations, counters)
 
 
-def _dismiss(state: NDArray[np.int64], locks: NDArray[np.uint8], threads: list[threading.Thread]) -> None:
+def _dismiss(
+    process: int, state: NDArray[np.int64], locks: NDArray[np.uint8], threads: list[threading.Thread]
+) -> None:
+    if process != os.getpid():  # the mutex of a forked child may be locked by a thread that it does not have
+        return
     _end(state, int(locks[0].ctypes.data), int(locks[1].ctypes.data))
     for thread in threads:
         thread.join()
