@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trapetum.kernels.cpu.crew import Crew
 from trapetum.kernels.cpu.memory import array
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.runtime.program import Program
@@ -88,18 +89,55 @@ def test_several_callers_share_a_crew() -> None:
     assert not failures
 
 
-def test_helpers_end_with_their_pool() -> None:
-    def helpers() -> int:
-        return sum(thread.name.startswith("trapetum-crew") for thread in threading.enumerate())
+def _helpers() -> int:
+    return sum(thread.name.startswith("trapetum-crew") for thread in threading.enumerate())
 
+
+def _wait_for(count: int) -> None:
     gc.collect()
-    before, pool = helpers(), Pool(4)
+    end = time.monotonic() + 20
+    while _helpers() > count and time.monotonic() < end:
+        time.sleep(0.01)
+    assert _helpers() == count
+
+
+def test_helpers_end_with_their_pool() -> None:
+    gc.collect()
+    before, pool = _helpers(), Pool(4)
     chain = Chain(pool, SIZES)
     chain.program.runner()()
-    assert helpers() == before + 3
+    assert _helpers() == before + 3
     del pool, chain
+    _wait_for(before)
+
+
+def test_a_crew_that_cannot_start_leaves_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    assert helpers() == before
+    before, start, started = _helpers(), threading.Thread.start, []
+
+    def fail_at_the_third(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_at_the_third)
+    with pytest.raises(RuntimeError):
+        Crew(4)
+    monkeypatch.undo()
+    _wait_for(before)
+
+
+def test_a_collector_that_ends_a_crew_does_not_wait_for_the_compiler() -> None:
+    from numba.core.compiler_lock import global_compiler_lock
+
+    gc.collect()
+    before = _helpers()
+    with global_compiler_lock:
+        crew = Crew(1)
+        del crew
+        gc.collect()
+    _wait_for(before)
 
 
 _FORK = """

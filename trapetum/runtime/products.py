@@ -143,12 +143,15 @@ class _Forms:
 
     def lut(self, turned: Floats, groups: int) -> NDArray[Any]:
         """Products with all codebook vectors of one matrix, float32 [groups, entries]."""
-        entries = turned.shape[1]
-        out = self._buffer(("lut", self._luts), groups * entries)
-        self._luts += 1  # matrices side by side must not share one
-        arguments = [turned, entries, self.x, self.x.size, out, groups]
-        self._program.add(additive.build_lut_step, arguments, groups, _LUT_TILE)
-        return out
+        key = ("lut", id(turned))
+        if key not in self._made:
+            entries = turned.shape[1]
+            out = self._buffer(("lut", self._luts), groups * entries)  # matrices side by side: one for each
+            self._luts += 1
+            arguments = [turned, entries, self.x, self.x.size, out, groups]
+            self._program.add(additive.build_lut_step, arguments, groups, _LUT_TILE)
+            self._made[key] = (out,)
+        return self._made[key][0]
 
     def padded(self, size: int) -> NDArray[Any]:
         """The input itself, with zeros up to ``size``."""

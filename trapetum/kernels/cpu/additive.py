@@ -168,8 +168,8 @@ def multiply_lut(
         first = t * width * 256
         for o in range(begin, end):
             at, to = (t * rows + o) * width, (o - begin) * 8
-            if at % 64 < width:  # the first row of a cache line
-                simd.stream(codes, at)
+            for k in range(-at % 64, width, 64):  # cache lines that begin in this row
+                simd.stream(codes, at + k)
             total = simd.load_floats(sums, to)
             for i in range(0, width, 8):
                 part = simd.look_up_in_eight(lut, first + i * 256, codes, at + i)
@@ -205,8 +205,8 @@ def multiply_lut8(
                     code = np.int64(codes[t, o, (j + 1) * books + m]) + m * 256
                     b = simd.add_floats(b, simd.load_floats(lut, (entry + count + code) * 8))
             simd.store_floats(out, o * 8, simd.add_floats(a, b))
-            if at % 64 < width:
-                simd.stream(codes, at)
+            for k in range(-at % 64, width, 64):
+                simd.stream(codes, at + k)
     for o in range(begin, end):
         simd.store_floats(
             out, o * 8, simd.multiply_floats(simd.load_floats(out, o * 8), simd.splat_floats(scales[o]))

@@ -5,9 +5,10 @@ interpreter lock), half of what a 4096 x 4096 product of two-bit weights takes a
 that does not hold the interpreter lock, and goes straight from there to the first free tile: 2 us after the start of a
 program while it still looks out for one, 70 us when it has gone to sleep on a POSIX condition variable, 200 us after
 20 ms of sleep (a virtual machine's core has to come back). It looks out for some 70 us after its work, no longer: other
-libraries' threads need the core too. The caller starts at once and waits for tiles, not for helpers.
+libraries' threads need the core too. The caller starts at once and waits for tiles; at the end for helpers that are
+still there, which find nothing left.
 
-State, int64 [8], every cell read and written atomically:
+State, int64 [8]; cells 3 to 5 are written before cell 0, which makes them visible:
 
 ====== ======================================================================
 cell   content
@@ -27,6 +28,7 @@ The mutex guards only sleep: a helper that met the caller's lock at the start of
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -35,15 +37,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import memory
-from trapetum.kernels.cpu.program import run
 from trapetum.kernels.jit import jit
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "run"]
 
 SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
 
 _OPEN, _HELPERS, _SLEEPERS, _OPERATIONS, _COUNTERS, _COUNT, _END = range(7)
+_SPINS = 2000  # some 20 us; then a waiting thread gives the core away each time
 _LOOKS = 4000  # with a pause of 40 to 140 cycles between them
+
+
+@jit()
+def run(operations: NDArray[np.int64], counters: NDArray[np.int64], caller: bool, shared: bool) -> None:
+    """Run a program, or help to run it.
+
+    Parameters
+    ----------
+    operations : ndarray of int64, shape (n, 5)
+    counters : ndarray of int64, shape (n + 1,)
+        Zeros at the start; shared by the threads: the next number of each operation, and the tiles done.
+    caller : bool
+        False for a helper.
+    shared : bool
+        Whether there are helpers.
+    """
+    count = operations.shape[0]
+    needed = 0
+    for k in range(count):
+        function, arguments = operations[k, 0], operations[k, 1]
+        total, tile = operations[k, 2], operations[k, 3]
+        if total <= tile:
+            if caller:
+                memory.call(function, arguments, 0, total)
+                if shared:
+                    memory.fetch_add(counters, count, 1)
+            needed += 1
+        else:
+            begin = memory.fetch_add(counters, k, tile) if shared else 0
+            while begin < total:
+                memory.call(function, arguments, begin, min(begin + tile, total))
+                if shared:
+                    memory.fetch_add(counters, count, 1)
+                begin = memory.fetch_add(counters, k, tile) if shared else begin + tile
+            needed += (total + tile - 1) // tile
+        if shared and (operations[k, 4] or k == count - 1):
+            spins = 0
+            while memory.load_atomic(counters, count) < needed:
+                spins += 1
+                if spins < _SPINS:
+                    memory.pause()
+                else:
+                    memory.yield_cpu()
 
 
 @jit()
@@ -137,18 +182,36 @@ class Crew:
         self._state = np.zeros(8, np.int64)
         self._locks = np.zeros((2, 128), np.uint8)
         self._mutex, self._bell = (int(row.ctypes.data) for row in self._locks)
-        _prepare(self._mutex, self._bell)
         self._lock = threading.Lock()
         self._number = 0
-        arguments = (self._state, self._mutex, self._bell)
-        threads = [
-            threading.Thread(target=_serve, args=arguments, name=f"trapetum-crew-{i}", daemon=True)
+        self._load()
+        self._finish = weakref.finalize(self, _dismiss, self.process, self._state, self._locks)
+        self._finish.atexit = False  # see _close_all
+        self._threads = [
+            threading.Thread(
+                target=_live, args=(self._state, self._locks), name=f"trapetum-crew-{i}", daemon=True
+            )
             for i in range(helpers)
         ]
-        for thread in threads:
+        _living.add(self)
+        for thread in self._threads:
             thread.start()
-        # The threads hold what they use: the arrays must outlive them, not the object.
-        self.close = weakref.finalize(self, _dismiss, self.process, self._state, self._locks, threads)
+
+    def _load(self) -> None:
+        """Compile all, or read it from the cache, in this thread: a collector that ends a crew must not wait for it."""
+        _prepare(self._mutex, self._bell)
+        state = np.zeros(8, np.int64)
+        _execute(state, self._mutex, self._bell, 1, np.empty((0, 5), np.int64), np.zeros(1, np.int64))
+        _end(state, self._mutex, self._bell)
+        _serve(state, self._mutex, self._bell)
+
+    def close(self) -> None:
+        """End the helpers and wait for that."""
+        self._finish()
+        if self.process == os.getpid():
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join()
 
     def execute(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
         """Run a program with all helpers that wake in time.
@@ -165,11 +228,21 @@ class Crew:
             _execute(self._state, self._mutex, self._bell, self._number, operations, counters)
 
 
-def _dismiss(
-    process: int, state: NDArray[np.int64], locks: NDArray[np.uint8], threads: list[threading.Thread]
-) -> None:
-    if process != os.getpid():  # the mutex of a forked child may be locked by a thread that it does not have
-        return
-    _end(state, int(locks[0].ctypes.data), int(locks[1].ctypes.data))
-    for thread in threads:
-        thread.join()
+_living: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+def _live(state: NDArray[np.int64], locks: NDArray[np.uint8]) -> None:
+    """A helper: it holds the arrays that it uses, whatever becomes of the crew."""
+    _serve(state, int(locks[0].ctypes.data), int(locks[1].ctypes.data))
+
+
+def _dismiss(process: int, state: NDArray[np.int64], locks: NDArray[np.uint8]) -> None:
+    """Tell helpers to end, without waiting: a collector may call this in any thread, under any lock."""
+    if process == os.getpid():  # the mutex of a forked child may be locked by a thread that it does not have
+        _end(state, int(locks[0].ctypes.data), int(locks[1].ctypes.data))
+
+
+@atexit.register
+def _close_all() -> None:
+    for crew in list(_living):
+        crew.close()

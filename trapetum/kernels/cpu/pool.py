@@ -126,8 +126,7 @@ class Pool:
 
     def execute(self, operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
         """Run a program of ``kernels.cpu.program`` on all threads; ``counters`` is overwritten."""
-        from trapetum.kernels.cpu.crew import Crew
-        from trapetum.kernels.cpu.program import run
+        from trapetum.kernels.cpu.crew import Crew, run
 
         if self.threads == 1:
             run(operations, counters, True, False)
