@@ -116,8 +116,9 @@ def plan_hf(request: ExportRequest) -> HfPlan:
     """
     whole = request.artifact
     apart = (".k_b_proj.", ".linear_attn.in_proj_z.")  # what a file for engines may have in pieces
-    if any(mark in name for name in whole.names() for mark in apart):
-        with located(whole.path):
+    with located(whole.path):
+        known = not resolve(whole.config, any_architecture=True).any_architecture
+        if known and any(mark in name for name in whole.names() for mark in apart):
             parsed = parse_config(whole.config)
             whole = fused_deltas(joined_latents(whole, parsed), parsed)
     request = replace(request, artifact=unstacked(whole))

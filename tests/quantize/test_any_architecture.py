@@ -33,6 +33,10 @@ SHAPES = {
 }
 
 
+# Named as a part of Qwen3-Next that a dense folder has in another form.
+SHAPES["transformer.h.0.linear_attn.in_proj_z.weight"] = (64, 64)
+
+
 @pytest.fixture
 def octopus(tmp_path: Path) -> Path:
     folder = tmp_path / "octopus"
