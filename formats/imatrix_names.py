@@ -14,13 +14,14 @@ __all__ = ["is_known", "stored_name", "written_names"]
 
 _PREFIX = re.compile(r"^(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?")
 _EXPERTS = re.compile(r"^blk\.(\d+)\.ffn_(gate|up|down)_(exps|shexp)\.weight$")
-_HF_EXPERT = re.compile(r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
+# Of the language model alone: draft layers and towers have layers and experts of the same names.
+_HF_EXPERT = re.compile(r"^layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight$")
 # The columns of ssm_out lie in another order in most files, k_b is multiplied from its other side.
 _OTHER_INPUTS = re.compile(r"\.(linear_attn\.out_proj|self_attn\.[kv]_b_proj)\.")
 _HF_STACK = re.compile(
-    r"^(.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate|up|down|gate_up)_proj(\.weight)?$"
+    r"^layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(gate|up|down|gate_up)_proj(\.weight)?$"
 )
-_HF_SHARED = re.compile(r"^(.*\.)?layers\.(\d+)\.mlp\.shared_experts?\.(gate|up|down)_proj\.weight$")
+_HF_SHARED = re.compile(r"^layers\.(\d+)\.mlp\.shared_experts?\.(gate|up|down)_proj\.weight$")
 _EXPERT_PARTS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down",
 }  # fmt: skip
@@ -49,15 +50,15 @@ def stored_name(name: str) -> tuple[str, int | None]:
     >>> stored_name("model.layers.2.mlp.experts.7.up_proj.weight")
     ('blk.2.ffn_up_exps.weight', 7)
     """
-    if found := _HF_STACK.match(name):
-        return f"blk.{found[2]}.ffn_{found[3].partition('_')[0]}_exps.weight", None
-    if found := _HF_EXPERT.match(name):
-        part = _EXPERT_PARTS.get(found[4])
-        if part is not None:
-            return f"blk.{found[2]}.ffn_{part}_exps.weight", int(found[3])
-    if found := _HF_SHARED.match(name):
-        return f"blk.{found[2]}.ffn_{found[3]}_shexp.weight", 0
     bare = _PREFIX.sub("", name).replace(".in_proj_qkvz.", ".in_proj_qkv.")  # the same inputs
+    if found := _HF_STACK.match(bare):
+        return f"blk.{found[1]}.ffn_{found[2].partition('_')[0]}_exps.weight", None
+    if found := _HF_EXPERT.match(bare):
+        part = _EXPERT_PARTS.get(found[3])
+        if part is not None:
+            return f"blk.{found[1]}.ffn_{part}_exps.weight", int(found[2])
+    if found := _HF_SHARED.match(bare):
+        return f"blk.{found[1]}.ffn_{found[2]}_shexp.weight", 0
     usual = bare if bare.startswith("lm_head.") else f"model.{bare}"
     return gguf_name(usual) or _family_name(usual) or name, 0
 

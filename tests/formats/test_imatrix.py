@@ -11,6 +11,7 @@ import pytest
 from trapetum.errors import FormatError
 from trapetum.formats.gguf import GgufFile
 from trapetum.formats.imatrix import MomentsWriter, open_statistics, write_imatrix
+from trapetum.formats.imatrix_names import stored_name, written_names
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 BLK_Q = "blk.0.attn_q.weight"
@@ -243,3 +244,15 @@ def test_a_text_model_inside_another(prefix: str, tmp_path: Path) -> None:
 def test_weights_whose_inputs_differ_in_an_engine_are_left_out(name: str, tmp_path: Path) -> None:
     weight = f"model.layers.3.{name}.weight"
     assert write_imatrix(tmp_path / "x.gguf", {weight: (np.ones(4), 2), Q: (np.ones(4), 2)}) == [weight]
+
+
+@pytest.mark.parametrize("prefix", ["mtp.", "model.mtp.", "vision_tower.encoder.", "model.visual."])
+@pytest.mark.parametrize(
+    "part",
+    ["self_attn.q_proj", "mlp.experts.1.up_proj", "mlp.experts.down_proj", "mlp.shared_expert.up_proj"],
+)
+def test_layers_of_something_else_are_not_the_language_models(part: str, prefix: str) -> None:
+    name = f"layers.0.{part}.weight"
+    assert stored_name(f"model.{name}")[0].startswith("blk.0.")
+    assert stored_name(prefix + name) == (prefix + name, 0)
+    assert written_names(prefix + name) == []
