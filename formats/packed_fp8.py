@@ -186,7 +186,8 @@ def _checked_settings(inner: Checkpoint) -> tuple[tuple[int, int], bool]:
     problem = None
     packed = next((name for name in inner.names() if name.endswith(".weight_packed")), None)
     if packed is not None:
-        method, problem = "compressed-tensors", f"{packed} holds packed integers"
+        told = _compressed_problem(settings) if "format" in settings else None
+        method, problem = "compressed-tensors", told or f"{packed} holds packed codes"
     elif method == "compressed-tensors":
         problem = _compressed_problem(settings)
     elif method == "modelopt" and settings.get("quant_algo") != "FP8":

@@ -227,16 +227,25 @@ def test_relatives_are_refused_by_name(settings: dict[str, Any], text: str, tmp_
         assert any(text in note for note in listed.notes)
 
 
-@pytest.mark.parametrize("config", [{}, {"compression_config": {"format": "pack-quantized"}}])
-def test_packed_integers_are_refused_by_name_whatever_the_config_says(
-    config: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({}, r"a\.weight_packed holds packed codes"),
+        ({"quantization_config": COMPRESSED}, r"a\.weight_packed holds packed codes"),
+        ({"compression_config": {"format": "pack-quantized"}}, "format 'pack-quantized'"),
+        (
+            {"quantization_config": {**COMPRESSED, "format": "nvfp4-pack-quantized"}},
+            "format 'nvfp4-pack-quantized'",
+        ),
+    ],
+)
+def test_packed_codes_are_refused_by_name_whatever_the_config_says(
+    config: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     """Not as a checkpoint that lacks weights."""
     tensors = {"a.weight_packed": np.zeros((4, 2), np.int32), "a.weight_scale": np.ones((4, 1), np.float32)}
     folder = write(tmp_path / "m", tensors, None, **config)
-    with pytest.raises(
-        UnsupportedModelError, match=r"compressed-tensors, a\.weight_packed holds packed integers"
-    ):
+    with pytest.raises(UnsupportedModelError, match=f"compressed-tensors, {text}"):
         open_checkpoint(folder)
 
 
