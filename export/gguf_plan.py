@@ -239,9 +239,10 @@ class _Planner:
         """Of a GGUF, take as they are what a checkpoint's form of it loses: norms and rates, blocks of cut heads.
 
         A norm less one and the logarithm of a rate are rounded in float32. Blocks across heads are read as numbers.
+        What has a scale beside it in the file says nothing without it, so that is read as numbers, too.
         """
         file = self.request.artifact
-        if not isinstance(file, GgufSource):
+        if not isinstance(file, GgufSource) or file.is_scaled(name):
             return False
         found = file.as_in_file(name)
         cut = role.part == "delta_out" and file.layout(name) == DenseTensor.layout

@@ -247,6 +247,10 @@ class GgufSource:
         file, info = self._find(name)
         return file.load(info.name)
 
+    def is_scaled(self, name: str) -> bool:
+        """Whether a scale beside a tensor multiplies what :meth:`as_in_file` gives."""
+        return name in self._scales
+
     def _load(self, name: str, rows: slice | None) -> QuantizedTensor:
         file, info = self._find(name)
         if (part := delta_part(name)) and (sizes := self._delta) is not None:

@@ -8,6 +8,7 @@ import pytest
 import trapetum
 from trapetum.formats.gguf import GgufFile
 from trapetum.formats.gguf_delta import DeltaSizes
+from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.source import open_source
 
 COMMON = {
@@ -133,6 +134,28 @@ def test_any_file_is_written_again_byte_for_byte(tmp_path, tiny_model, family, s
     first = trapetum.export_artifact(model, "gguf", tmp_path / "first.gguf")
     second = trapetum.export_artifact(first, "gguf", tmp_path / "second.gguf")
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_scale_beside_blocks_is_not_lost(tmp_path, tiny_model, monkeypatch):
+    """Blocks that heads cut are taken over as they are, unless the file multiplies them by a number."""
+    model = tiny_model("qwen3_5_text", edit=rates, **COMMON)
+    trapetum.quantize_model(model, tmp_path / "art", scheme="gguf:Q4_K")
+    first = trapetum.export_artifact(tmp_path / "art", "gguf", tmp_path / "first.gguf")
+    name, opened = "model.layers.0.linear_attn.out_proj.weight", GgufSource.open
+
+    def scaled(*args, **options):
+        source = opened(*args, **options)
+        source._scales[name] = np.float32(3)
+        return source
+
+    with open_source(first) as source:
+        assert source.layout(name) == "dense"
+        expected = source.load(name).dequantize() * np.float32(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(GgufSource, "open", scaled)
+        second = trapetum.export_artifact(first, "gguf", tmp_path / "second.gguf")
+    with open_source(second) as source:
+        np.testing.assert_array_equal(source.load(name).dequantize(), expected)
 
 
 def test_blocks_wider_than_a_head_are_searched_again_and_read_back(tmp_path, tiny_model, llama_cpp):
