@@ -7,8 +7,8 @@ once. Where config.json says tied but a *different* head is present, the head co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,13 +33,13 @@ class Head:
     ----------
     duplicate : str or None
         A head tensor identical to the embedding, which is not stored a second time.
-    config : dict
-        Keys of config.json that must change for the artifact to say what is stored.
+    tied : bool or None
+        What config.json must say of ``tie_word_embeddings`` for the artifact to say what is stored; None: as it is.
     notes : tuple of str
     """
 
     duplicate: str | None = None
-    config: dict[str, Any] = field(default_factory=dict)
+    tied: bool | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -80,8 +80,11 @@ def _settle_head(source: AnyCheckpoint, found: dict[Role, str]) -> Head:
         return Head()
     if "head" not in names:
         if stated is None:
-            note = "config.json does not say whether the head is tied and there is none: the embedding is the head"
-            return Head(config={"tie_word_embeddings": True}, notes=(note,))
+            note = (
+                "config.json does not say whether the head is tied, or says both, and there is none: "
+                "the embedding is the head"
+            )
+            return Head(tied=True, notes=(note,))
         return Head()
     if not stated:
         return Head()
@@ -92,7 +95,7 @@ def _settle_head(source: AnyCheckpoint, found: dict[Role, str]) -> Head:
         f"config.json says that {names['head']} is tied to {names['embed']}, but the two differ: "
         "both are stored, and the artifact's config.json says untied"
     )
-    return Head(config={"tie_word_embeddings": False}, notes=(note,))
+    return Head(tied=False, notes=(note,))
 
 
 def _identical(source: AnyCheckpoint, first: str, second: str) -> bool:

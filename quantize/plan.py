@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError, listed, located
 from trapetum.formats.checkpoint import Checkpoint
-from trapetum.models.architectures import Architecture, Role, resolve
+from trapetum.models.architectures import Architecture, Role, resolve, with_tied
 from trapetum.models.residual import RotatedCheckpoint
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
@@ -294,7 +294,7 @@ def make_plan(source: AnyCheckpoint, recipe: Recipe, *, any_architecture: bool =
         notes.append(
             f"architecture {architecture.model_type} is not in the table: roles are guessed from names"
         )
-    config = {**source.config, **head.config}
+    config = dict(source.config) if head.tied is None else with_tied(source.config, head.tied)
     return Plan(source, recipe, architecture, rows, config, tuple(notes), rotation=rotation)
 
 

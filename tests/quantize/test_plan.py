@@ -127,6 +127,17 @@ class TestHead:
         assert made.config["tie_word_embeddings"] is False
         assert any("the two differ" in n for n in made.notes)
 
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_a_wrapped_config_says_it_in_both_places(self, make_model: Make, tied: bool) -> None:
+        """Where the source said both of a head that is not there, or that one is tied that differs."""
+        folder = make_model(drop=self.HEAD if tied else (), tie_word_embeddings=True)
+        inner = json.loads((folder / "config.json").read_text())
+        outer = {"tie_word_embeddings": not tied} if tied else {}
+        (folder / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
+        made = plan(folder).config
+        assert made["tie_word_embeddings"] is tied
+        assert made["text_config"] == inner | {"tie_word_embeddings": tied}
+
 
 def test_idle_rules_and_short_rows_are_said(make_model: Make) -> None:
     made = plan(make_model(), recipe={"bits": 8, "rules": [{"glob": "*.nothing", "keep": True}]})

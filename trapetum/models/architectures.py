@@ -32,6 +32,7 @@ __all__ = [
     "Section",
     "resolve",
     "text_config",
+    "with_tied",
 ]
 
 ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (*DENSE, *EXPERTS, *DEEPSEEK, *QWEN_NEXT)}
@@ -53,6 +54,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if merged.get(_TIED) != shared.get(_TIED, merged.get(_TIED)):
         merged[_TIED] = None
     return merged
+
+
+def with_tied(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:
+    """A config that says of its head whether it is the embedding; in ``text_config``, where it has one, too."""
+    found = {**config, _TIED: tied}
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        found["text_config"] = {**nested, _TIED: tied}
+    return found
 
 
 def resolve(config: Mapping[str, Any], *, any_architecture: bool = False) -> Architecture:

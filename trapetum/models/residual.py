@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError
 from trapetum.formats.view import CheckpointView
+from trapetum.models.architectures import with_tied
 from trapetum.models.config import parse_config
 from trapetum.models.modules import Module, Role
 from trapetum.rotation import HadamardRotation, random_signs
@@ -85,7 +86,7 @@ class RotatedCheckpoint(CheckpointView["AnyCheckpoint"]):
         config = parse_config(inner.config)
         self.architecture = architecture.settled(inner.names())
         _require_plain(inner.path, self.architecture, config)
-        self.config = _untied(inner.config)
+        self.config = with_tied(inner.config, tied=False)
         roles = self.architecture.index(inner.names())
         self._names: Mapping[Role, str] = roles
         self._head = self.architecture.tensor_name("head") if Role("head", part="head") not in roles else None
@@ -197,15 +198,6 @@ class RotatedCheckpoint(CheckpointView["AnyCheckpoint"]):
         stored = self.inner.load(self._names[Role("norm", layer, part=part)]).dequantize().reshape(-1)
         gain: NDArray[np.float64] = stored.astype(np.float64) + self.architecture.module(part).offset
         return gain
-
-
-def _untied(config: dict[str, Any]) -> dict[str, Any]:
-    """As the source's, with a head of its own."""
-    found = {**config, "tie_word_embeddings": False}
-    text = found.get("text_config")
-    if isinstance(text, dict):
-        found["text_config"] = {**text, "tie_word_embeddings": False}
-    return found
 
 
 def _norm_before(module: Module) -> str:
