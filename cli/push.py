@@ -33,6 +33,10 @@ def push(
     debug: Debug = False,
 ) -> None:
     """Upload an artifact, with its model card, to the Hub."""
+    if private and create_pr:
+        raise typer.BadParameter(
+            "--private and --create-pr exclude each other: a pull request goes to a repository that exists"
+        )
     from trapetum.push import push_artifact
 
     progress = terminal_progress()

@@ -197,7 +197,7 @@ def quantize(
     ] = False,
     overwrite: Overwrite = False,
     export: Annotated[
-        str | None, format_option("--export", help="Also export the artifact: cbk, hf, gguf or planes.")
+        str | None, format_option("--export", help="Also export the artifact: cbk, hf, gguf, mtp or planes.")
     ] = None,
     drop_artifact: Annotated[
         bool,

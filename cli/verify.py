@@ -56,7 +56,8 @@ def verify(
     """
     only_with(context, source is not None, "--source", "text", "revision", "token")
     only_with(context, source is not None and text is not None, "--source and --text", "ctx")
-    only_with(context, device == "cuda", "--device cuda", "experts")
+    on_card = device == "cuda" and source is not None and text is not None
+    only_with(context, on_card, "--device cuda, --source and --text", "experts")
     from trapetum.hub import resolve_model
     from trapetum.runtime.verify import verify_path
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trapetum.cli.app import app
-from trapetum.errors import FormatError, OutputError
+from trapetum.errors import FormatError, OutputError, RecipeError
 from trapetum.hub_errors import TRIES
 from trapetum.push import push_artifact
 from trapetum.quantize.job import quantize_model
@@ -132,8 +132,10 @@ def test_private_is_never_public(hub: Any, artifact: Path) -> None:
         push_artifact(artifact, REPO, private=True)
     assert (hub.uploads, list(hub.files(REPO))) == ([], [".gitattributes"])
     result = CliRunner().invoke(app, ["push", str(artifact), REPO, "--private", "--create-pr"])
-    assert result.exit_code == 1
-    assert "exclude each other" in result.stderr
+    assert result.exit_code == 2
+    assert "--private and --create-pr" in result.stderr
+    with pytest.raises(RecipeError, match="exclude each other"):
+        push_artifact(artifact, REPO, private=True, create_pr=True)
 
 
 def test_what_is_there_already(hub: Any, artifact: Path) -> None:
