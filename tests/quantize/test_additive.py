@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -101,6 +102,33 @@ def test_codebooks_of_a_sample_serve_the_rest() -> None:
         encoder = Encoder(books)
         lost.append(float(np.square(encoder.decode(encoder.encode(others, 8)) - others).mean()))
     assert lost[1] < 0.985 * lost[0]
+
+
+SPREADS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
+    "laplace": lambda rng, shape: rng.laplace(size=shape),
+    "half zeros": lambda rng, shape: rng.standard_normal(shape) * (rng.random(shape) < 0.5),
+    "signs": lambda rng, shape: rng.choice([-1.0, 1.0], shape) * (rng.random(shape) < 1 / 3),  # kurtosis 3
+    "gauss": lambda rng, shape: rng.standard_normal(shape),
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_start_suits_the_values(spread: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(6)
+    sample, others = (SPREADS[spread](rng, (1 << 13, 8)).astype(np.float32) for _ in range(2))
+
+    def lost() -> float:
+        books = fit_codebooks(
+            sample, np.ones(len(sample)), 2, beam=4, rounds=2, rng=np.random.default_rng(0), whole=False
+        )
+        encoder = Encoder(books)
+        return float(np.square(encoder.decode(encoder.encode(others, 4)) - others).mean())
+
+    found = lost()
+    scale = float(np.sqrt(np.square(sample).mean()))
+    for forced in (None, scale):
+        monkeypatch.setattr("trapetum.quantize.additive_fit._gaussian_scale", lambda *a, s=forced: s)
+        assert found <= lost() * 1.001
 
 
 def test_more_codebooks_and_more_effort_lose_less() -> None:
