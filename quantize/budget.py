@@ -55,6 +55,7 @@ __all__ = ["allocate", "budgeted"]
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
 _MEASURED = 8  # of the tensors of one role in a tied group, such as 256 experts
 _WIDTHS = {KMeans.name: (2, 3, 4, 5, 6, 8)}
+_BROKEN = 1e6  # times the most that any other loses: more bits wherever there are any
 _NEARLY = 1.001  # a single scheme that is larger by a thousandth is what a budget of its rounded size is held against
 
 
@@ -263,8 +264,8 @@ def _weighed(
     """The losses of groups in units of what the model itself loses with one scheme for each.
 
     Groups of one part of a layer (experts that are chosen one by one) are measured together. What is in no layer, such
-    as a head, is held to the median of the others, and nothing counts less than a tenth of it: a few thousand tokens
-    may leave an expert out.
+    as a head, or too large to be measured, is held to the median of the others, and nothing counts less than a tenth of
+    it: a few thousand tokens may leave an expert out. What breaks the model counts more than all others.
     """
     from trapetum.quantize.influence import Change, influence
 
@@ -290,9 +291,10 @@ def _weighed(
         share = loss / sum(losses[g][below[g]] for g in groups)
         for g in groups:
             factors[g] = share
-    middle = float(np.nanmedian(factors))
+    known = [f for f in factors if np.isfinite(f)] or [1.0]
+    middle, most = float(np.median(known)), _BROKEN * (max(known) or 1.0)
     return [
-        [value * (middle if np.isnan(f) else max(f, middle / 10)) for value in one]
+        [value * (middle if np.isnan(f) else min(max(f, middle / 10), most)) for value in one]
         for one, f in zip(losses, factors, strict=True)
     ]
 

@@ -42,6 +42,7 @@ __all__ = ["Change", "influence"]
 
 _CONTEXT = 512
 _SEQUENCES = 8
+_MOST_HELD = 1 << 32  # bytes of decoded weights at a time, as much again in the layer that is built of them
 _WORK = 1 << 18  # tokens, all changes counted: few changes see 4,096, more than 170 see 1,024 at least
 
 
@@ -78,7 +79,27 @@ def influence(
     Returns
     -------
     list of float
+        Infinite where the change breaks the model; NaN where its weights are too many to be held at once (the routed
+        experts of a large layer), which the progress is told.
     """
+    held = [4 * sum(row.parameters for row in change.rows) <= _MOST_HELD for change in changes]
+    if not all(held):
+        progress.note(
+            f"{held.count(False)} of {len(changes)} groups of tensors are of more than {_MOST_HELD >> 30} GiB once "
+            "decoded and were not measured on the model: they count by their priors"
+        )
+    found = iter(
+        _measured(plan, [c for c, fits in zip(changes, held, strict=True) if fits], text, threads, progress)
+    )
+    return [next(found) if fits else np.nan for fits in held]
+
+
+def _measured(
+    plan: Plan, changes: Sequence[Change], text: Path, threads: int, progress: Progress
+) -> list[float]:
+    """:func:`influence` of changes that fit."""
+    if not changes:
+        return []
     rows = {row.name: (row, change.scheme) for change in changes for row in change.rows}
 
     def changed(name: str) -> DenseTensor:

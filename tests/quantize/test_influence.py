@@ -69,6 +69,54 @@ def test_what_the_model_does_not_feel_gets_least(deaf: Path, text: Path) -> None
     assert known.quantized_bpw <= 5.0
 
 
+class Notes(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Keep it."""
+        self.said.append(text)
+
+
+def test_what_is_too_large_to_hold_counts_by_its_prior(
+    deaf: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trapetum.quantize.influence._MOST_HELD", 4 * 256 * 256)
+    with open_checkpoint(deaf) as source:
+        plan, progress = make_plan(source, resolve_recipe(target_bpw=5.0)), Notes()
+        rows = {row.name: row for row in plan.rows}
+        large, small = (
+            Change((rows[f"model.layers.0.{part}_proj.weight"],), KMeans(8))
+            for part in ("mlp.up", "self_attn.o")
+        )
+        found = influence(plan, [large, small], text, 1, progress)
+        assert np.isnan(found[0])
+        assert found[1] > 0
+        assert [note for note in progress.said if note.startswith("1 of 2 groups")]
+        monkeypatch.setattr("trapetum.quantize.influence._MOST_HELD", 0)
+        free, none = (allocate(plan, 1, Progress(), t) for t in (None, text))
+    assert [r.scheme for r in none.rows] == [r.scheme for r in free.rows]
+
+
+@pytest.mark.parametrize("others", [1e-3, np.inf, np.nan, 0.0])
+def test_what_breaks_the_model_gets_most(
+    deaf: Path, text: Path, monkeypatch: pytest.MonkeyPatch, others: float
+) -> None:
+    broken = "model.layers.1.self_attn.q_proj.weight"
+    monkeypatch.setattr(
+        "trapetum.quantize.influence.divergences",
+        lambda source, wanted, *a: [np.inf if broken in names else others for _, names in wanted],
+    )
+    with open_checkpoint(deaf) as source:
+        plan = allocate(make_plan(source, resolve_recipe(target_bpw=4.0)), 1, Progress(), text)
+    sizes = {r.name: r.scheme.codebook_size for r in plan.rows if r.quantized and r.role.layer is not None}
+    assert sizes[broken] == max(sizes.values()) >= 64 or others == np.inf
+    assert 3.9 < plan.quantized_bpw <= 4.0 or others == 0.0
+    assert "nan" not in plan.notes[-1]
+
+
 def test_a_job_measures_once_and_at_any_thread_count(
     deaf: Path, text: Path, tmp_path: Path, identity: Bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
+from trapetum.errors import RecipeError
 from trapetum.formats.view import ReplacedTensors
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.runtime.divergence import divergences
@@ -49,3 +53,47 @@ def test_nothing_changed_is_no_distance(memory_source: Callable[..., Any]) -> No
     name = "model.layers.0.mlp.down_proj.weight"
     assert divergences(source, [(0, [name])], source.load, IDS, Pool(1)) == [0.0]
     assert divergences(source, [], source.load, IDS, Pool(1)) == []
+
+
+def test_many_changes_take_few_files(
+    memory_source: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = memory_source()
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = divergences(source, [(0, [name])] * 24, source.load, IDS, Pool(1))
+    monkeypatch.setattr("trapetum.runtime.calibrate._IN_MEMORY", 0)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = {int(n) for n in os.listdir("/proc/self/fd")}
+    most = [n for n in range(len(taken) + 16) if n not in taken][12]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        found = divergences(source, [(0, [name])] * 24, source.load, IDS, Pool(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert found == expected
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_change_that_breaks_the_model_is_infinitely_far(
+    memory_source: Callable[..., Any], value: float
+) -> None:
+    source = memory_source()
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("down", "up")]
+
+    def changed(name: str) -> DenseTensor:
+        weight = source.load(name).dequantize().copy()
+        if name == names[0]:
+            weight[0, 0] = value
+        return DenseTensor(weight)
+
+    assert divergences(source, [(0, [name]) for name in names], changed, IDS, Pool(1)) == [np.inf, 0.0]
+
+
+def test_a_model_that_is_broken_itself_is_refused(memory_source: Callable[..., Any]) -> None:
+    view = ReplacedTensors(memory_source())
+    name = "model.layers.0.mlp.down_proj.weight"
+    weight = view.load(name).dequantize().copy()
+    weight[0, 0] = np.nan
+    view.tensors = {name: DenseTensor(weight)}
+    with pytest.raises(RecipeError, match="logits that are not finite"):
+        divergences(view, [(1, [name.replace("0", "1")])], view.load, IDS, Pool(1))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.errors import RecipeError
 from trapetum.formats.view import ReplacedTensors
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.progress import Progress
@@ -59,12 +60,13 @@ def divergences(
     Returns
     -------
     list of float
-        Nats a token, in the order of ``changes``.
+        Nats a token, in the order of ``changes``; infinite where a change leaves nothing that could be compared.
 
     Raises
     ------
     RecipeError
-        If an id is outside the vocabulary or the sequences are too long for the model.
+        If an id is outside the vocabulary, the sequences are too long for the model, or the model itself gives
+        logits that are not finite.
     """
     progress = progress or Progress()
     view = ReplacedTensors(source)
@@ -72,16 +74,16 @@ def divergences(
     layers = model.config.num_hidden_layers
     runs = layers + sum(layers - layer for layer, _ in changes)
     progress.begin("measure the model", runs * ids.size, "token")
-    with Scratch() as scratch, pool.session():
-        shape = (*ids.shape, model.config.hidden_size)
-        original = scratch.zeros(shape, np.float32)
+    with Scratch() as scratch, pool.session(), np.errstate(all="ignore"):  # a change may break the model
+        shape = (1 + len(changes), *ids.shape, model.config.hidden_size)
+        original, *own = scratch.zeros(shape, np.float32)  # one file, however many changes there are
         model.begin(ids, original)
         streams: dict[int, Floats] = {}
         for number in range(layers):
             begun = [i for i, (layer, _) in enumerate(changes) if layer == number]
             for i in begun:
                 view.tensors = {name: changed(name) for name in changes[i][1]}
-                streams[i] = scratch.zeros(shape, np.float32)
+                streams[i] = own[i]
                 _advance(model, model.layer(number), original, streams[i])
                 view.tensors = {}
                 progress.advance(ids.size)
@@ -120,6 +122,12 @@ def _compared(model: Streamed, original: Floats, streams: Mapping[int, Floats]) 
     for start in range(0, len(rows), step):
         part = slice(start, min(start + step, len(rows)))
         known = _logarithms(logits(original, part), model.pool)
+        if not np.isfinite(known).all():
+            raise RecipeError(
+                "the model itself gives logits that are not finite on the calibration text, so nothing can be held "
+                "against them",
+                hint="Check the weights for NaN and infinity, or spend the budget without a calibration text.",
+            )
         shares = np.exp(known)
         for i, stream in streams.items():
             other, into = _logarithms(logits(stream, part), model.pool), sums[i][part]
@@ -131,12 +139,14 @@ def _compared(model: Streamed, original: Floats, streams: Mapping[int, Floats]) 
                 known: Floats = known,
                 shares: Floats = shares,
             ) -> None:
-                lost = known[piece] - other[piece]
-                lost *= shares[piece]
-                into[piece] = lost.sum(axis=1, dtype=np.float64)
+                with np.errstate(all="ignore"):
+                    lost = known[piece] - other[piece]
+                    lost *= shares[piece]
+                    into[piece] = lost.sum(axis=1, dtype=np.float64)
 
             model.pool.blocks(compare, len(known), _PIECE // vocab)
-    return {i: max(0.0, float(values.mean())) for i, values in sums.items()}
+    means = {i: float(values.mean()) for i, values in sums.items()}
+    return {i: max(0.0, mean) if np.isfinite(mean) else np.inf for i, mean in means.items()}
 
 
 def _logarithms(logits: Floats, pool: Pool) -> Floats:
@@ -144,8 +154,9 @@ def _logarithms(logits: Floats, pool: Pool) -> Floats:
 
     def piece(rows: slice) -> None:
         part = logits[rows]
-        part -= part.max(axis=1, keepdims=True)
-        part -= np.log(np.exp(part).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+        with np.errstate(all="ignore"):  # what is not finite is found afterwards
+            part -= part.max(axis=1, keepdims=True)
+            part -= np.log(np.exp(part).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
     pool.blocks(piece, len(logits), _PIECE // logits.shape[1])
     return logits
