@@ -126,6 +126,15 @@ def test_what_is_not_written_shows(stand: Stand, monkeypatch: pytest.MonkeyPatch
     assert not any(deviation <= limit for what, deviation, limit in found if "product" in what)
 
 
+def test_infinite_weights_do_not_warn(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand, "multiply", lambda linear, x, out: out.fill(0))
+    tensor = codebook(16)
+    tensor.codebook[:2, 0] = np.inf
+    found = list(card_deviations(tensor, Workspace(), np.random.default_rng(0)))
+    assert found[0] == ("the card's decode", 0.0, 0.0)
+    assert not any(deviation <= limit for _, deviation, limit in found[1:])
+
+
 def test_verify_compares_the_card(demo_model: Path, tmp_path: Path, stand: Stand) -> None:
     folder = trapetum.quantize_model(demo_model, tmp_path / "art", bits=4).out
     report = verify_path(folder, device="cuda")
