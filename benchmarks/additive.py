@@ -42,10 +42,7 @@ def resident() -> float:
 
 
 def main() -> None:
-    """Print JSON lines: the machine, speed of the search and of rows, loss on Gaussian weights, peak memory.
-
-    Usage: ``python benchmarks/additive.py [--rows 4096] [--width 4096]``.
-    """
+    """Print JSON lines: the machine, speed of the search and of rows; for each of ``--efforts`` loss and memory."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
