@@ -15,7 +15,8 @@ off by a whole unit of this measure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +35,7 @@ from trapetum.kernels.cpu.prepared import (
 from trapetum.runtime.matrix import FUSED_TOKENS, PreparedMatrix, build_matrix
 from trapetum.tensors import QuantizedTensor
 
-__all__ = ["LIMITS", "deviations"]
-
-Floats = NDArray[np.float32]
+__all__ = ["LIMITS", "deviations", "product_gap"]
 
 LIMITS: dict[type[Prepared], float] = {
     Additive: 1e-4,
@@ -50,6 +49,32 @@ LIMITS: dict[type[Prepared], float] = {
 """Prepared layout -> largest deviation of a fused product."""
 _EXACT = 1e-4
 _PROMPT = FUSED_TOKENS + 1
+
+
+def product_gap(x: NDArray[Any], weights: NDArray[Any]) -> Callable[[NDArray[Any]], float]:
+    """What products deviate by from those in float64, over what a row's product has in the mean.
+
+    Parameters
+    ----------
+    x : ndarray of float, shape (tokens, in_features)
+    weights : ndarray of float, shape (rows, in_features)
+
+    Returns
+    -------
+    callable
+        Of the products of the first tokens, shape (some tokens, rows): the largest deviation of any.
+    """
+    with np.errstate(all="ignore"):  # infinities are found by name elsewhere
+        inputs, wide = x.astype(np.float64), weights.astype(np.float64)
+        exact = inputs @ wide.T
+        size = np.linalg.norm(inputs, axis=1)[:, None] * np.linalg.norm(wide, axis=1)
+        size = size / np.sqrt(x.shape[1]) + np.finfo(np.float32).tiny
+
+    def gap(found: NDArray[Any]) -> float:
+        with np.errstate(all="ignore"):
+            return float(np.max(np.abs(found - exact[: len(found)]) / size[: len(found)], initial=0.0))
+
+    return gap
 
 
 def deviations(
@@ -75,16 +100,7 @@ def deviations(
 
     expected = tensor.dequantize(slice(None))
     x = rng.standard_normal((_PROMPT, tensor.in_features)).astype(np.float32)
-    with np.errstate(all="ignore"):  # infinities are found by name elsewhere
-        wide = expected.astype(np.float64)
-        exact = x.astype(np.float64) @ wide.T
-        size = np.linalg.norm(x.astype(np.float64), axis=1)[:, None] * np.linalg.norm(wide, axis=1)
-        size = size / np.sqrt(tensor.in_features) + np.finfo(np.float32).tiny
-
-    def gap(found: Floats) -> float:
-        with np.errstate(all="ignore"):
-            return float(np.max(np.abs(found - exact[: len(found)]) / size[: len(found)], initial=0.0))
-
+    gap = product_gap(x, expected)
     matrix = build_matrix(tensor, pool, expand=False)
     same = np.array_equal(matrix.tile(slice(0, matrix.rows)), expected)
     yield "the compiled decode", 0.0 if same else np.inf, 0.0

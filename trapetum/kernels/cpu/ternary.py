@@ -173,17 +173,8 @@ def _one_token_function(block: int) -> Callable[..., None]:
     """A kernel of its own for each ``block``: all in one took three times as long to compile."""
 
     @jit()
-    def one_token(
-        codes: NDArray[np.uint8],
-        scales: NDArray[Any],
-        size: int,
-        x: NDArray[np.int8],
-        x_scales: NDArray[np.float32],
-        quads: NDArray[np.int32],
-        out: NDArray[np.float32],
-        begin: int,
-        end: int,
-    ) -> None:
+    def one_token(*arguments: Any) -> None:
+        codes, scales, size, x, x_scales, quads, out, begin, end = arguments
         _one_token(block, (codes, scales, size, x, x_scales, quads), out, begin, end)
 
     return one_token

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trapetum.kernels.cuda.module import import_cupy
+from trapetum.runtime.agreement import product_gap
 from trapetum.runtime.cuda.products import DenseCardMatrix, upload
 from trapetum.tensors import QuantizedTensor, TernaryTensor
 
@@ -58,15 +59,9 @@ def card_deviations(
     yield "the card's decode", 0.0 if same else np.inf, 0.0
 
     x = rng.standard_normal((max(TOKENS), tensor.in_features)).astype(np.float16)
-    with np.errstate(all="ignore"):
-        inputs, wide = x.astype(np.float64), expected.astype(np.float64)
-        exact = inputs @ wide.T
-        size = np.linalg.norm(inputs, axis=1)[:, None] * np.linalg.norm(wide, axis=1)
-        size = size / np.sqrt(tensor.in_features) + np.finfo(np.float32).tiny
+    gap = product_gap(x, expected)
     limit = _TERNARY if isinstance(tensor, TernaryTensor) else _LIMIT
     for tokens in TOKENS:
         out = cupy.full((tokens, tensor.rows), np.nan, np.float32)
         matrix.multiply(cupy.asarray(x[:tokens]), out)
-        with np.errstate(all="ignore"):
-            gap = np.abs(cupy.asnumpy(out) - exact[:tokens]) / size[:tokens]
-        yield f"the card's fused product of {tokens} tokens", float(gap.max()), limit
+        yield f"the card's fused product of {tokens} tokens", gap(cupy.asnumpy(out)), limit
