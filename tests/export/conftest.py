@@ -35,6 +35,14 @@ BASE: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="session")
+def artifact(tmp_path_factory: pytest.TempPathFactory, demo_model: Path) -> Path:
+    """The demo model at 4 bits; tests must not change it."""
+    out = tmp_path_factory.mktemp("export") / "artifact"
+    trapetum.quantize_model(demo_model, out, bits=4)
+    return out
+
+
 def write_model(
     folder: Path,
     family: str = "llama",

@@ -78,13 +78,6 @@ def ternary(rng, shape, group=128, levels=3, dtype=np.float16):
     return TernaryTensor(rng.integers(0, levels, shape, dtype=np.uint8), scales, levels)
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory, demo_model):
-    out = tmp_path_factory.mktemp("gguf") / "artifact"
-    trapetum.quantize_model(demo_model, out, bits=4)
-    return out
-
-
 # ---------------------------------------------------------------------------- types
 def test_auto_adds_at_most_a_tenth_of_the_error(artifact, tmp_path):
     with plan_export(artifact, "gguf", tmp_path / "m.gguf") as plan:

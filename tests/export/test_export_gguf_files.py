@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pytest
 
-import trapetum
 from trapetum.errors import OutputError
 from trapetum.export import export_artifact, plan_export
 from trapetum.formats.gguf import GgufFile
@@ -20,13 +19,6 @@ CONVENTION = re.compile(  # the expression of the GGUF specification, section "V
     r"(?:-(?P<FineTune>[A-Za-z0-9\s-]+))?)?-(?:(?P<Version>v\d+(?:\.\d+)*))"
     r"(?:-(?P<Encoding>(?!LoRA|vocab)[\w_]+))?(?:-(?P<Type>LoRA|vocab))?(?:-(?P<Shard>\d{5}-of-\d{5}))?\.gguf$"
 )
-
-
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory, demo_model):
-    out = tmp_path_factory.mktemp("gguf") / "artifact"
-    trapetum.quantize_model(demo_model, out, bits=4)
-    return out
 
 
 def test_demo_model(demo_model, tmp_path):

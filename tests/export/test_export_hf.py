@@ -16,13 +16,6 @@ from trapetum.formats.source import open_source
 IDS = [5, 9, 200, 31, 7, 1000, 3]
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory, demo_model):
-    out = tmp_path_factory.mktemp("hf") / "artifact"
-    trapetum.quantize_model(demo_model, out, bits=4)
-    return out
-
-
 def arrays(folder):
     numpy = pytest.importorskip("safetensors.numpy")
     return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in numpy.load_file(f).items()}
