@@ -4,7 +4,7 @@
 
 Makes a checkpoint of random F8_E4M3 weights with scales of 128 x 128 blocks (the last blocks of a row are ragged), as
 many layers of 64 experts as fit; runs ``trapetum quantize --export cbk --drop-artifact`` as a child process and prints
-one JSON line: peak resident bytes (``ru_maxrss`` of the child), CPU and wall seconds, sizes, and the machine. The files
+one JSON line: peak resident bytes of the child, CPU and wall seconds, sizes, and the machine. The files
 are removed at the end unless ``--keep`` is given.
 """
 
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +21,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from child import measured
 
 from trapetum.formats.safetensors_writer import (
     Entry,
@@ -101,18 +100,17 @@ def make(folder: Path, size: int, *, shard_size: int = 10**9, seed: int = 0) -> 
 
 
 def measure(model: Path, out: Path, options: list[str]) -> dict[str, object]:
-    """Run the command once; the only child of this process, so that RUSAGE_CHILDREN is its own."""
+    """Run the command once."""
     command = [sys.executable, "-m", "trapetum", "quantize", str(model), "-o", str(out), "--json"]
     command += ["--export", "cbk", "--drop-artifact", *options]
     start = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    used = measured(*command)
     wall = time.perf_counter() - start
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report = json.loads(done.stdout)
+    report = json.loads(used.stdout)
     return {
-        "peak_rss_mib": round(used.ru_maxrss / 1024, 1),
+        "peak_rss_mib": round(used.peak_mib, 1),
         "wall_seconds": round(wall, 1),
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "cpu_seconds": round(used.cpu_seconds, 1),
         "cbk_bytes": report["export"]["size"],
         "mean_relative_error": report["mean_relative_error"],
     }

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from child import measured
 
 import trapetum
 
@@ -43,12 +44,8 @@ def start(path: Path, cache: Path) -> tuple[float, float]:
     """(CPU seconds, wall seconds) of a child."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
     begin = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-c", CODE, str(path)], env=environment)
-    _, status, usage = os.wait4(child.pid, 0)
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"{path}: the child ended with {child.returncode}")
-    return usage.ru_utime + usage.ru_stime, time.perf_counter() - begin
+    used = measured(sys.executable, "-c", CODE, str(path), env=environment)
+    return used.cpu_seconds, time.perf_counter() - begin
 
 
 def main() -> None:

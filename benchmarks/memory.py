@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--gigabytes 6] [--folder DIR] [--keep] [-- OPTIONS OF QUANTIZE]
 
 Makes the checkpoint (``make_checkpoint.py``), runs the command as a child process and prints one JSON line: peak
-resident bytes (``ru_maxrss`` of the child), CPU and wall seconds, source megabytes a second, the bound that the plan
+resident bytes of the child, CPU and wall seconds, source megabytes a second, the bound that the plan
 promised, and the machine. The files are removed at the end unless ``--keep`` is given.
 """
 
@@ -12,36 +12,34 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from child import measured
 from make_checkpoint import make_checkpoint
 
 from trapetum.runtime.environment import describe_environment
 
 
 def measure(model: Path, out: Path, options: list[str]) -> dict[str, object]:
-    """Run the command once; the only child of this process, so that RUSAGE_CHILDREN is its own."""
+    """Run the command once."""
     command = [sys.executable, "-m", "trapetum", "quantize", str(model), "-o", str(out), "--json", *options]
     start = time.perf_counter()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+    used = measured(*command)
     wall = time.perf_counter() - start
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report = json.loads(done.stdout)
+    report = json.loads(used.stdout)
     source = sum(p.stat().st_size for p in model.glob("*.safetensors"))
     return {
-        "peak_rss_mib": round(used.ru_maxrss / 1024, 1),
+        "peak_rss_mib": round(used.peak_mib, 1),
         "promised_mib": round(report["predicted_memory"] / 2**20, 1),
         "wall_seconds": round(wall, 1),
-        "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
+        "cpu_seconds": round(used.cpu_seconds, 1),
         "source_bytes": source,
         "source_mb_per_second": round(source / 1e6 / wall, 1),
-        "weights_per_cpu_second": round(report["parameters"] / (used.ru_utime + used.ru_stime)),
+        "weights_per_cpu_second": round(report["parameters"] / used.cpu_seconds),
         "artifact_bytes": report["bytes"],
         "bpw": report["bpw"],
         "mean_relative_error": report["mean_relative_error"],

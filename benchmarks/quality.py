@@ -19,8 +19,6 @@ import argparse
 import ctypes
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from child import measured
 from reference_kmeans import reference_codebooks
 
 import trapetum
@@ -173,20 +172,8 @@ def reference(name: str, weight: np.ndarray) -> QuantizedTensor:
 
 def run(*words: str) -> tuple[dict[str, Any], float, float]:
     """A command's JSON, its CPU seconds and its largest resident size in MiB."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "trapetum", *words, "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, error = child.stdout, child.stderr
-    if out is None or error is None:
-        raise SystemExit("the command has no output")
-    text = out.read()
-    said = error.read()
-    _, status, used = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"trapetum {' '.join(words)}: {said.decode(errors='replace')[-2000:]}")
-    return json.loads(text), used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+    used = measured(sys.executable, "-m", "trapetum", *words, "--json")
+    return json.loads(used.stdout), used.cpu_seconds, used.peak_mib
 
 
 def candidates(given: argparse.Namespace, work: Path) -> Iterator[tuple[str, Any]]:

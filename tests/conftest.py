@@ -19,7 +19,7 @@ import typer.testing
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 # Folders whose helper modules tests import by name; tests are no package.
-sys.path.extend(str(REPOSITORY / "tests" / name) for name in ("formats", "fuzz", "hub"))
+sys.path.extend(str(REPOSITORY / name) for name in ("tests/formats", "tests/fuzz", "tests/hub", "benchmarks"))
 
 # A shell gives its background jobs an ignored SIGINT, and every child inherits it: without this line, tests
 # that interrupt a command wait for ever when the suite itself runs in the background (`make test &`, nohup, CI).

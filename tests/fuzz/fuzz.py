@@ -95,11 +95,13 @@ class Bench:
                 path.write_bytes(data)
 
 
-def fuzz(bench: Bench, seconds: float, seed: int, keep: Path | None = None) -> Counts:
-    """Damage at random for so long."""
+def fuzz(
+    bench: Bench, seconds: float, seed: int, keep: Path | None = None, executions: int | None = None
+) -> Counts:
+    """Damage at random for so long, and at most so often: the same inputs on every machine that is fast enough."""
     rng = random.Random(f"{bench.target.name}{seed}")
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end and bench.counts.executions != executions:
         pick, steps = rng.getrandbits(20), random_steps(rng)
         try:
             bench.run(pick, steps)
@@ -140,6 +142,7 @@ def main() -> None:
     )
     parser.add_argument("--target", action="append", choices=[*TARGETS], help="all by default")
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--executions", type=int, help="no end by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--atheris", action="store_true")
@@ -153,7 +156,7 @@ def main() -> None:
             if options.atheris:
                 _guided(bench, rest)
                 return
-            counts = fuzz(bench, options.seconds, options.seed, options.keep)
+            counts = fuzz(bench, options.seconds, options.seed, options.keep, options.executions)
             bad += len(counts.faults)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             print(json.dumps({"target": name, **counts.__dict__, "peak_rss_mib": peak // 1024}), flush=True)

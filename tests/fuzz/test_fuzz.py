@@ -71,8 +71,12 @@ def test_nothing_but_a_trapetum_error(name: str, bench: Callable[[str], Any]) ->
 def test_for_a_while(name: str, bench: Callable[[str], Any], capsys: pytest.CaptureFixture[str]) -> None:
     target = bench(name)
     target.counts = fuzz.Counts()
-    seconds = float(os.environ.get("TRAPETUM_FUZZ_SECONDS", "5"))
-    counts = fuzz.fuzz(target, seconds, int(os.environ.get("TRAPETUM_FUZZ_SEED", "1")))
+    # A bound of executions, too: time alone would try other inputs on every machine, and one more on a faster one.
+    seconds, executions, seed = (
+        int(os.environ.get(f"TRAPETUM_FUZZ_{name}", default))
+        for name, default in (("SECONDS", 5), ("EXECUTIONS", 1000), ("SEED", 1))
+    )
+    counts = fuzz.fuzz(target, seconds, seed, executions=executions)
     with capsys.disabled():
         print(
             f"\nfuzz {name}: {counts.executions} executions, {counts.accepted} accepted, {counts.refused} refused"

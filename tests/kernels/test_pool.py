@@ -95,3 +95,12 @@ def test_thread_counts() -> None:
     assert Pool().threads == available_cpus() >= 1
     with pytest.raises(RecipeError, match="threads"):
         Pool(0)
+
+
+def test_threads_inherit_the_callers_context() -> None:
+    """NumPy's error state above all: what a caller ignores is not warned of by a helper."""
+    huge = np.full(1000, 3e38, np.float32)
+    with np.errstate(over="ignore"):
+        Pool(3).run(lambda i: np.multiply(huge, huge), 50)
+    with pytest.raises(RuntimeWarning):
+        Pool(1).run(lambda i: np.multiply(huge, huge), 50)

@@ -82,3 +82,11 @@ def test_a_row_that_is_exchanged_shows(kind: type, monkeypatch: pytest.MonkeyPat
     assert len(wrong) >= 2
     assert {f"the fused product of {kind.__name__}"} == set(wrong)
     assert kind in LIMITS
+
+
+@pytest.mark.parametrize("entries", [16, 200])
+def test_weights_near_the_largest_float(entries: int) -> None:
+    """Their products with Gaussian inputs would be infinite, and no fault of a kernel."""
+    tensor = _codebook(entries)
+    tensor = CodebookTensor(tensor.codes, np.ldexp(tensor.codebook.astype(np.float32), 124))
+    assert all(found <= limit for _, found, limit in deviations(tensor, Pool(1), np.random.default_rng(0)))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import trapetum
-from trapetum.errors import RecipeError
+from trapetum.errors import CheckpointError, RecipeError
+from trapetum.kernels.cpu.pool import Pool
 from trapetum.progress import Progress
 from trapetum.runtime.evaluate import compare, perplexity
 from trapetum.runtime.model import Model
@@ -165,3 +166,23 @@ def test_progress_counts_every_token(memory_source: Sources) -> None:
     counter = Counter()
     perplexity(Model(memory_source()), IDS, ctx=64, progress=counter)
     assert counter.done == counter.total == IDS.size
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("spoilt", [np.nan, 3e38])
+def test_logits_that_are_not_finite_are_said(memory_source: Sources, threads: int, spoilt: float) -> None:
+    """In one sentence, and with no warning (which the tests take for an error) at any product before."""
+    whole, broken = Model(memory_source(), Pool(threads)), memory_source()
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken.tensors[name] = DenseTensor(np.full(broken.shape(name), spoilt, np.float32))
+    model = Model(broken, Pool(threads))
+    said = r"after token 0 .* logits are not finite"
+    with pytest.raises(CheckpointError, match=said):
+        perplexity(model, IDS, ctx=32)
+    for one, other in ((whole, model), (model, whole)):
+        with pytest.raises(CheckpointError, match=said):
+            compare(one, other, IDS, ctx=32)
+    model.precision = "exact"
+    for temperature in (0.0, 1.0):
+        with pytest.raises(CheckpointError, match=r"after token 4 .* logits are not finite"):
+            model.generate(IDS[:5].tolist(), 3, temperature, stop_ids=())

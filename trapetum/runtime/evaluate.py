@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import RecipeError
 from trapetum.progress import Progress
+from trapetum.runtime.finite import check_losses, unwarned
 from trapetum.runtime.model import Model
 
 __all__ = ["SCORES", "compare", "perplexity"]
@@ -50,8 +51,9 @@ _SHOWN_CHANGES = 10
 
 @dataclass(frozen=True)
 class _Batch:
-    """Windows of equal length, run together: ids [windows, length] and the first scored token."""
+    """Windows of equal length, run together: where the first begins, ids [windows, length], the first scored token."""
 
+    start: int
     ids: NDArray[np.intp]
     first: int
 
@@ -59,6 +61,12 @@ class _Batch:
     def targets(self) -> NDArray[np.intp]:
         """Scored tokens, one after another."""
         return self.ids[:, self.first :].reshape(-1)
+
+    @property
+    def positions(self) -> NDArray[np.intp]:
+        """Of the tokens that predict them, in the whole text."""
+        numbers = np.arange(self.ids.size).reshape(self.ids.shape)[:, self.first - 1 : -1]
+        return (self.start + numbers).reshape(-1)
 
     def predictors(self, hidden: Floats) -> Floats:
         """The hidden states that predict them, [scored, hidden_size]."""
@@ -72,9 +80,9 @@ def _batches(model: Model, ids: NDArray[np.intp], ctx: int, first: int) -> Itera
     windows = ids[:whole].reshape(-1, ctx)
     step = max(1, model.block_positions // ctx)
     for start in range(0, windows.shape[0], step):
-        yield _Batch(windows[start : start + step], first)
+        yield _Batch(start * ctx, windows[start : start + step], first)
     if ids.size - whole > first:
-        yield _Batch(ids[None, whole:], first)
+        yield _Batch(whole, ids[None, whole:], first)
 
 
 def _prepare(model: Model, ids: Ids, ctx: int, score: str) -> tuple[NDArray[np.intp], int]:
@@ -136,13 +144,15 @@ def perplexity(
     ------
     RecipeError
         If the text is too short, an id is outside the vocabulary, or ctx does not fit the model.
+    CheckpointError
+        If logits are not finite.
     """
     array, first = _prepare(model, ids, ctx, score)
     vocab = max(model.real_vocab_size, int(array.max()) + 1)
     progress = progress or Progress()
     progress.begin("perplexity", array.size, "tok")
     total, count = 0.0, 0
-    with model.pool.session():
+    with model.pool.session(), unwarned():
         for batch in _batches(model, array, ctx, first):
             hidden, targets = batch.predictors(model.hidden(batch.ids)), batch.targets
             losses = np.empty(targets.size, np.float64)
@@ -162,6 +172,7 @@ def perplexity(
                 model.pool.blocks(piece, logits.shape[0], _PIECE // vocab)
 
             model.each_logits(hidden, use)
+            check_losses(losses, model.source.path, batch.positions)
             total += float(losses.sum())
             count += targets.size
             progress.advance(batch.ids.size)
@@ -202,6 +213,8 @@ def compare(
     ------
     RecipeError
         See :func:`perplexity`; also if the vocabularies differ.
+    CheckpointError
+        If logits of either are not finite.
     """
     if isinstance(ids, str):
         ids = (b if a.source.tokenizer_file() is None else a).tokenizer.encode(ids)
@@ -215,13 +228,15 @@ def compare(
     progress = progress or Progress()
     progress.begin("compare", array.size, "tok")
     results: list[dict[str, NDArray[Any]]] = []
-    with a.pool.session():
+    with a.pool.session(), unwarned():
         for batch in _batches(a, array, ctx, first):
             hidden_a, hidden_b = (batch.predictors(m.hidden(batch.ids)) for m in (a, b))
             result: dict[str, NDArray[Any]] = {
                 key: np.zeros(batch.targets.size, dtype) for key, dtype in _COLUMNS.items()
             }
             _compare_block(a, b, hidden_a, hidden_b, batch.targets, vocab, result)
+            for model, losses in ((a, result["loss_a"]), (b, result["loss_b"])):
+                check_losses(losses, model.source.path, batch.positions)
             results.append(result)
             progress.advance(batch.ids.size)
     progress.end()

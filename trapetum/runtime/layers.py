@@ -22,6 +22,7 @@ from trapetum.kernels.cpu.prepared import Activations
 from trapetum.models.rope import Rope
 from trapetum.rotation import HadamardRotation
 from trapetum.runtime.attention import KeyValues, attend, rotate
+from trapetum.runtime.finite import unwarned
 from trapetum.runtime.matrix import Matrix
 
 __all__ = [
@@ -63,6 +64,7 @@ class Norm:
     weight: Floats
     eps: float
 
+    @unwarned()
     def __call__(self, x: Floats, pool: Pool) -> Floats:
         """Normalise every row of ``x`` [..., width]; returns a new array of the same shape."""
         flat = x.reshape(-1, x.shape[-1])
@@ -136,6 +138,7 @@ class Head(Linear):
 
     softcap: float | None = None
 
+    @unwarned()
     def __call__(self, x: Floats) -> Floats:
         """Logits of float32 [tokens, hidden]."""
         logits = super().__call__(x)
@@ -213,6 +216,7 @@ class Layer:
     ffn_post_norm: Norm | None = None
     rope: Rope | None = None
 
+    @unwarned()
     def __call__(
         self,
         h: Floats,

@@ -23,6 +23,7 @@ from trapetum.models.config import ModelConfig, parse_config
 from trapetum.models.rope import Rope
 from trapetum.runtime.attention import CACHE_TYPES, Cache, rotary_tables
 from trapetum.runtime.blocks import build_layer
+from trapetum.runtime.finite import check_logits
 from trapetum.runtime.layers import Head, Layer, Rotary
 from trapetum.runtime.sampling import Sampling
 from trapetum.runtime.weights import Weights
@@ -430,6 +431,8 @@ class Model:
         ------
         RecipeError
             See :meth:`logits`; also if the prompt and ``n`` new tokens exceed the context.
+        CheckpointError
+            If logits are not finite.
         """
         from trapetum.runtime.tokenizer import TextStream
 
@@ -474,6 +477,8 @@ class Model:
                     logits = step(new[-1])
                 else:
                     logits = self.head(self.hidden(pending[None], cache, last=True)[0])[0]
-                new.append(sampling.choose(logits[: self.real_vocab_size], rng))
+                logits = logits[: self.real_vocab_size]
+                check_logits(logits, self.source.path, prompt.size + len(new) - 1)
+                new.append(sampling.choose(logits, rng))
                 yield new[-1]
                 pending = np.array([new[-1]], np.intp)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,8 @@ class Pool:
         """Call ``piece(0) .. piece(count - 1)`` in any order; the first exception is raised.
 
         The caller works too, and threads take the next number when they are free: one submission a thread, not one
-        a piece (20 us each), and a helper that has not started when the work is done is not waited for.
+        a piece (20 us each), and a helper that has not started when the work is done is not waited for. Threads inherit
+        the caller's context, so ``np.errstate`` around a run holds in all of them.
         """
         if count == 1 or self.threads == 1:
             for i in range(count):
@@ -115,7 +117,9 @@ class Pool:
             for i in numbers:
                 piece(i)
 
-        helpers = [self._executor.submit(work) for _ in range(min(self.threads, count) - 1)]
+        helpers = [
+            self._executor.submit(copy_context().run, work) for _ in range(min(self.threads, count) - 1)
+        ]
         try:
             work()
         finally:
