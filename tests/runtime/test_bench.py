@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,19 @@ def test_rounds_take_turns() -> None:
     seconds = interleave(cases, 2)
     assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert [len(times) for times in seconds.values()] == [2, 2]
+
+
+def test_a_lead_uses_other_weights_and_is_not_timed() -> None:
+    calls: list[int] = []
+
+    def run(number: int) -> None:
+        calls.append(number)
+        time.sleep(2e-3)
+
+    (times,) = interleave([Case("a", 1, 1, run)], 2, lead=5e-3).values()
+    assert calls == list(range(len(calls)))
+    assert len(calls) >= 1 + 2 * (1 + 1)  # a slow machine may need one run for the whole lead
+    assert len(times) == 2
 
 
 def test_the_pool_is_larger_than_asked() -> None:

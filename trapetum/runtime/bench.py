@@ -1,11 +1,11 @@
 """How fast the decoders are on this machine, against its memory and against float32 BLAS, in one interleaved run.
 
 Every case multiplies the same number of tokens; its weights are copied until they fill a pool larger than the last
-cache, and every round takes another copy: an 8 MiB matrix used twice would be read from the cache, at an impossible
+cache, and every run takes another copy: an 8 MiB matrix used twice would be read from the cache, at an impossible
 70 GB/s. Round by round all cases run one after the other (A B C A B C ...), so that a slow phase of the machine hits
-all of them; ratios are medians over the rounds. A product of one token is timed right behind another of its kind, as
-products follow each other when a model decodes: after a pause, waking a thread takes some 0.1 ms, whoever's it is, and
-would be a fifth of what is measured.
+all of them; ratios are medians over the rounds. A product of one token is timed behind others of its kind that went on
+for 5 ms (:data:`LEAD`), BLAS and llama.cpp too, as products follow each other when a model decodes: after a pause,
+waking a thread takes some 0.1 ms, and the next six or seven products are up to half as slow again.
 
 ``share_of_bandwidth`` is bytes a second over those of the plain read; ``share_of_arithmetic`` compares with the same
 kernel on weights that stay in the cache, which is what its instructions alone would take.
@@ -32,31 +32,39 @@ from trapetum.runtime.bench_cases import (
     read_case,
 )
 
-__all__ = ["MOST_TOKENS", "bench_cpu", "interleave"]
+__all__ = ["LEAD", "MOST_TOKENS", "bench_cpu", "interleave"]
 
 MOST_TOKENS = 1024
+# A token is some two hundred products in a row. Behind other work the first ones are slower, whatever the kernel:
+# Q2_0 of 4096 x 4096 takes 0.47, 0.41, 0.41, 0.40, 0.40, 0.38 and from then on 0.30 ms.
+LEAD = 5e-3
 
 
 def interleave(
-    cases: Sequence[Case], rounds: int, clock: Callable[[], float] = time.perf_counter, *, lead: int = 0
+    cases: Sequence[Case], rounds: int, clock: Callable[[], float] = time.perf_counter, *, lead: float = 0.0
 ) -> dict[str, list[float]]:
     """Seconds of every round of every case, run in turn after one untimed round.
 
-    Before each timed run there are ``lead`` untimed ones, which use other weights. On a busy machine
-    ``time.process_time`` tells more than the wall.
+    Before each timed run a case runs untimed until ``lead`` seconds have passed, every time on other weights; then at
+    least once. On a busy machine ``time.process_time`` tells more than the wall.
     """
     seconds: dict[str, list[float]] = {case.name: [] for case in cases}
+    turns = dict.fromkeys(seconds, 0)
+
+    def run(case: Case) -> None:
+        case.run(turns[case.name])
+        turns[case.name] += 1
+
     for case in cases:
-        case.run(0)
-    number = 0
+        run(case)
     for _ in range(rounds):
         for case in cases:
-            for k in range(lead):
-                case.run(number + k + 1)
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < lead:
+                run(case)
             start = clock()
-            case.run(number + lead + 1)
+            run(case)
             seconds[case.name].append(clock() - start)
-        number += lead + 1
     return seconds
 
 
@@ -136,7 +144,9 @@ def bench_cpu(
                 cases += matrix_cases(name, rows, count, tokens, pool, pool_bytes)
             if tokens == 1:
                 cases += _llama(llama, rows, count, pool, pool_bytes, report)
-            found = _summary(cases, interleave(cases, rounds, clock, lead=int(tokens == 1)), tokens)
+            found = _summary(
+                cases, interleave(cases, rounds, clock, lead=LEAD if tokens == 1 else 0.0), tokens
+            )
             report["shapes"].append({"rows": rows, "in_features": count, "kernels": found})
             progress.advance(1)
     progress.end()
