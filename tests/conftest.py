@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import typer.main
 import typer.testing
@@ -24,6 +28,72 @@ sys.path.extend(str(REPOSITORY / name) for name in ("tests/formats", "tests/fuzz
 # A shell gives its background jobs an ignored SIGINT, and every child inherits it: without this line, tests
 # that interrupt a command wait for ever when the suite itself runs in the background (`make test &`, nohup, CI).
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run and on every machine, and no clock: what passes here passes elsewhere. Other examples:
+# ``pytest --hypothesis-profile=default --hypothesis-seed=N``.
+hypothesis.settings.register_profile(
+    "trapetum",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("trapetum")
+
+# What the machine says to programs, and tests must say themselves: the share of a batch system's task, a Hub and a
+# token, a switch that shows tracebacks. Servers of tests are on the loopback, which no proxy reaches.
+_SPOKEN = (
+    "SLURM_",
+    "JOB_COMPLETION_INDEX",
+    "TRAPETUM_PART",
+    "TRAPETUM_DEBUG",
+    "HF_",
+    "HUGGING_FACE_",
+    "DASK_",
+)
+for _name in [name for name in os.environ if name.startswith(_SPOKEN)]:
+    del os.environ[_name]
+for _name in ("NO_PROXY", "no_proxy"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost")))
+
+
+def _work() -> None:
+    """What reading headers and running commands consists of: JSON, dictionaries, small objects."""
+    text = json.dumps({f"tensor.{i}": {"shape": [i], "at": [i, i + 4]} for i in range(30_000)})
+    assert sum(entry["at"][1] for entry in json.loads(text).values()) > 0
+
+
+_WORK_SECONDS = 0.115  # of CPU, for _work where the limits were set: a shared Xeon core of 2023
+
+
+class CpuLimit:
+    """CPU seconds that something may take where the limits were set; a slower machine gets as much more."""
+
+    def check(self, spent: float, limit: float) -> None:
+        """Compare what was spent with a limit; only what seems too slow is worth asking how slow the machine is."""
+        if spent > limit:
+            begun = time.process_time()
+            _work()
+            slowness = max(1.0, (time.process_time() - begun) / _WORK_SECONDS)
+            assert spent <= limit * slowness, f"{spent:.2f} s on a machine {slowness:.2f} times as slow"
+
+    @contextlib.contextmanager
+    def __call__(self, limit: float) -> Iterator[None]:
+        """A block of at most ``limit`` CPU seconds. The collector leaves out what other tests left in memory."""
+        gc.collect()
+        gc.freeze()
+        begun = time.process_time()
+        try:
+            yield
+            self.check(time.process_time() - begun, limit)
+        finally:
+            gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def cpu_limit() -> CpuLimit:
+    """``with cpu_limit(0.5): ...``, or ``cpu_limit.check(spent, 0.5)`` for what another process spent."""
+    return CpuLimit()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,7 +27,7 @@ def ask(words: str, shell: str = "bash") -> list[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert "Traceback" not in done.stderr
@@ -54,7 +54,7 @@ def test_the_script_names_this_program(tmp_path: Path) -> None:
         [sys.executable, "-c", "from trapetum.cli import main; main()", "--show-completion", "bash"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={
             **os.environ,
             "HOME": str(tmp_path),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import mmap
 import os
@@ -85,6 +86,7 @@ def test_no_descriptor_is_leaked(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_bytes(SAMPLE)
     bad.write_bytes(SAMPLE[:-1])
+    gc.collect()  # files that other tests left are closed now, not while these are counted
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         for mapped in (True, False):
@@ -95,9 +97,10 @@ def test_no_descriptor_is_leaked(tmp_path: Path) -> None:
 
 
 def resident() -> int:
-    """Bytes of mapped file pages in this process."""
+    """Bytes of mapped file pages in this process; those of a file in a tmpfs count as shared memory."""
     with open("/proc/self/status", encoding="ascii") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssFile")) << 10
+        pages = [int(line.split()[1]) for line in status if line.startswith(("RssFile", "RssShmem"))]
+    return sum(pages) << 10
 
 
 def test_release_bounds_the_resident_memory(tmp_path: Path) -> None:
@@ -135,11 +138,17 @@ def test_a_header_of_200_000_tensors(tmp_path: Path) -> None:
     raw = ("{" + ",".join(one % (i, 4 * i, 4 * i + 4) for i in range(count)) + "}").encode()
     path = tmp_path / "many.safetensors"
     path.write_bytes(pack(raw, bytes(4 * count)))
-    begin = time.process_time()
-    with SafetensorsFile.open(path) as file:
-        ours = time.process_time() - begin
-        assert len(file.tensors) == count
-        assert file.tensors["buffers.0199999"].end == path.stat().st_size
-    begin = time.process_time()
-    json.loads(raw)
-    assert ours < 4 * (time.process_time() - begin)
+    ours, parser = [], []
+    gc.collect()
+    gc.freeze()  # what other tests left is no part of the cost
+    for _ in range(2):
+        begin = time.process_time()
+        with SafetensorsFile.open(path) as file:
+            ours.append(time.process_time() - begin)
+            assert len(file.tensors) == count
+            assert file.tensors["buffers.0199999"].end == path.stat().st_size
+        begin = time.process_time()
+        json.loads(raw)
+        parser.append(time.process_time() - begin)
+    gc.unfreeze()
+    assert min(ours) < 4 * min(parser)

@@ -73,21 +73,22 @@ def artifact_is_whole(folder: Path) -> bool:
 
 
 class Killer:
-    """Runs one kind of job again and again until it ends, killing it up to a number of times."""
+    """Runs one kind of job again and again until it ends, killing it up to a number of times.
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    ``length`` is about how many seconds an undisturbed one takes here.
+    """
+
+    def __init__(self, seed: int, length: float) -> None:
+        self.random, self.length = random.Random(seed), length
         self.kills = self.whole = self.runs = 0
 
     def until_done(self, works: list[Callable[[], object]], most: int, look: Callable[[], bool]) -> None:
         """All of ``works`` at once, killed ``most`` times; then to their end."""
-        length = 1.0
         while True:
             self.runs += 1
-            begun = time.monotonic()
             pids = [child(work) for work in works]
             if most > 0:
-                time.sleep(self.random.random() ** 1.5 * length)
+                time.sleep(self.random.random() ** 1.5 * self.length)
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
             ended = [finish(pid) for pid in pids]
@@ -96,7 +97,6 @@ class Killer:
                 self.kills += 1
                 self.whole += look()
                 continue
-            length = max(0.2, time.monotonic() - begun)
             if most <= 0 or all(ended):
                 return
 
@@ -104,15 +104,24 @@ class Killer:
 def main() -> None:
     """Run the scenarios in turn until so many kills are done."""
     model, root, wanted, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    expected = {}
-    for name, bits in {"new": 4, "old": 3}.items():
-        if not finish(
-            child(lambda name=name, bits=bits: quantize_model(model, root / name, bits=bits, **OPTIONS))
-        ):
+    expected, lengths = {}, {}
+
+    def undisturbed(work: Callable[[], object], *scenarios: str) -> None:
+        begun = time.monotonic()
+        if not finish(child(work)):
             raise SystemExit("the undisturbed run was killed")
+        lengths.update(dict.fromkeys(scenarios, time.monotonic() - begun))
+
+    for name, bits in {"new": 4, "old": 3}.items():
+        undisturbed(
+            lambda name=name, bits=bits: quantize_model(model, root / name, bits=bits, **OPTIONS),
+            *("quantize", "replace", "parts"),
+        )
         expected[name] = content(root / name)
     for format, out in {"gguf": "x.gguf", "cbk": "cbk"}.items():
-        finish(child(lambda f=format, o=out: trapetum.export_artifact(root / "new", f, root / "exports" / o)))
+        undisturbed(
+            lambda f=format, o=out: trapetum.export_artifact(root / "new", f, root / "exports" / o), format
+        )
     exports = {p.name: p.read_bytes() for p in (root / "exports").glob("x.gguf*")}
     exports |= content(root / "exports" / "cbk")
     counts = {}
@@ -163,16 +172,16 @@ def main() -> None:
 
     scenarios = {"quantize": quantize, "replace": replace, "parts": parts, "gguf": gguf, "cbk": cbk}
     done = round_number = 0
-    while done < wanted:
+    while done < wanted or not all(entry["kills"] for entry in counts.values()):
         for name, scenario in scenarios.items():
-            killer = Killer(seed * 1000 + round_number * 10 + len(counts))
-            scenario(killer, root / f"{name}-{round_number}", min(6, wanted - done))
+            if done >= wanted and (name not in counts or counts[name]["kills"]):
+                continue
+            killer = Killer(seed * 1000 + round_number * 10 + len(counts), lengths[name])
+            scenario(killer, root / f"{name}-{round_number}", min(6, max(1, wanted - done)))
             entry = counts.setdefault(name, {"kills": 0, "whole": 0, "runs": 0})
             for key in entry:
                 entry[key] += getattr(killer, key)
             done += killer.kills
-            if done >= wanted:
-                break
         round_number += 1
     left = [p.name for p in root.iterdir() if p.name.startswith(".")]
     if left:

@@ -39,7 +39,7 @@ def generate(shared: Path, out: Path, script: str, options: list[str]) -> dict[s
         cwd=file.parent,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=300,
     )
     return json.loads((out / "expected.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
