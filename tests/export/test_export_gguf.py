@@ -273,7 +273,8 @@ def test_rotation_travels_and_never_under_a_stock_type(tiny_model, tmp_path):
     for kind in ("Q2_0", "F16", "TQ2_0"):
         with pytest.raises(UnsupportedModelError, match=r"rotated.*; and \d+ more") as caught:
             export_artifact(artifact, "gguf", tmp_path / "m.gguf", gguf_type=kind)
-        assert len(caught.value.message) < 1500  # of a model of any size
+        said = caught.value.message.replace(str(tmp_path), "")
+        assert len(said) < 1500  # of a model of any size
     path = export_artifact(artifact, "gguf", tmp_path / "m.gguf")
     with GgufFile.open(path) as file, trapetum.open_artifact(artifact) as art:
         kv = {k.removeprefix("prism.hadamard."): v for k, v in file.kv.items() if k.startswith("prism.")}
