@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -45,6 +46,7 @@ class Hub:
     pull_requests: int = 0
     token: str = ""
     garble: bool = False
+    delay: float = 0.0  # seconds before each file
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def commit(self, repo: str, files: dict[str, bytes], *, head: bool = True) -> str:
@@ -169,6 +171,8 @@ def serve(hub: Hub) -> tuple[ThreadingHTTPServer, str]:
                 return
             if name not in found[1]:
                 return self.missing("EntryNotFound")
+            if hub.delay:
+                time.sleep(hub.delay)
             data = found[1][name]
             headers = {
                 "ETag": f'"{hashlib.sha256(data).hexdigest()}"',

@@ -109,9 +109,11 @@ def test_a_signal_stops_between_tensors_and_can_be_resumed(
 
 @pytest.mark.slow
 def test_the_command_line_exits_with_143(
-    model: Path, tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+    make_model: Callable[..., Path], tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
 ) -> None:
     out = tmp_path / "out"
+    # Work of many seconds: it must not have ended before this process is told that it began.
+    model = make_model(hidden_size=512, intermediate_size=1024, vocab_size=4096, head_dim=128)
     command = [sys.executable, "-m", "trapetum", "quantize", model, "-o", out, "--effort", "high"]
     process = start(*command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
