@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -31,7 +32,7 @@ def test_the_slurm_script(
 ) -> None:
     program = tmp_path / "bin" / "trapetum"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m trapetum "$@" --effort fast\n')
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m trapetum "$@" --effort fast\n')
     program.chmod(0o755)
     script = tmp_path / "quantize.sh"
     script.write_text(page["bash"])

@@ -360,8 +360,8 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
 def test_an_option_that_would_do_nothing_is_refused(
     command: str, idle: str, demo_model: Path, text: Path
 ) -> None:
-    line = f"{command} {idle}".replace("MODEL", str(demo_model)).replace("TEXT", str(text))
-    result = _run(*line.split())
+    paths = {"MODEL": demo_model, "TEXT": text}
+    result = _run(*(paths.get(word, word) for word in f"{command} {idle}".split()))
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"{idle.split()[0]} goes with " in result.stderr
 
@@ -379,8 +379,8 @@ def test_without_a_card_nothing_runs_on_the_cpu_instead(
     command: str, demo_model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it were not installed
-    line = f"{command} --device cuda".replace("MODEL", str(demo_model)).replace("TEXT", str(text))
-    result = _run(*line.split())
+    paths = {"MODEL": demo_model, "TEXT": text}
+    result = _run(*(paths.get(word, word) for word in f"{command} --device cuda".split()))
     assert (result.exit_code, result.stdout) == (1, "")
     assert "error: CUDA kernels need CuPy" in result.stderr
 

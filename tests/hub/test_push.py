@@ -94,7 +94,7 @@ def test_the_command_of_the_card_makes_the_artifact_again(
     command = next(line for line in report.card.splitlines() if line.startswith("trapetum quantize"))
     model = artifact.parent / "model"
     shutil.copytree(demo_model, model)
-    words = command.replace("org/books", str(model)).split()[1:]
+    words = [str(model) if word == "org/books" else word for word in command.split()[1:]]
     options = ["-o", str(tmp_path / "again"), "--max-shard-size", "1500000B"]
     result = CliRunner().invoke(app, [*words, *options])
     assert result.exit_code == 0
