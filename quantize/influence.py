@@ -123,11 +123,11 @@ def _stored(plan: Plan, row: PlanRow, scheme: Scheme, threads: int) -> DenseTens
     seed, importance = tensor_seed(plan.recipe.seed, row.name), plan.importance(row)
     fitted = scheme
     if not scheme.row_independent:
-        fitted = scheme.fit(count, lambda rows: plan.values(row, rows), seed, importance)
+        fitted = scheme.fit(count, lambda rows: plan.sampled(row, rows), seed, importance)
     found = np.empty((count, width), np.float32)
 
     def work(rows: slice) -> None:
-        values = plan.values(row, rows)
+        values = plan.sampled(row, rows, scheme.limit)
         tensor = fitted.quantize(values, importance, wide=fitted.wide(values), seed=seed)
         decoded = tensor.dequantize(slice(None))
         found[rows] = plan.rotation.unfold(decoded) if plan.rotation is not None and row.rotated else decoded

@@ -185,6 +185,13 @@ class Plan:
         values = tensor_values(self.source.load(row.name, rows))
         return self.rotation.fold(values) if self.rotation is not None and row.rotated else values
 
+    def sampled(self, row: PlanRow, rows: slice, limit: float = np.inf) -> NDArray[Any]:
+        """:meth:`values` before the survey: what it will refuse, not finite or above ``limit``, reads as zero."""
+        values = self.values(row, rows)
+        magnitude = np.abs(values).astype(np.float32, copy=False)
+        held = (magnitude <= limit) & (magnitude < np.inf)
+        return values if held.all() else np.where(held, values, values.dtype.type(0))
+
     def aimed(self, row: PlanRow, rows: slice, values: NDArray[Any]) -> NDArray[Any]:
         """What :meth:`values` are quantized towards; see :meth:`Statistics.aim`."""
         if self.statistics is None or isinstance(

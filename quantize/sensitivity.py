@@ -87,11 +87,11 @@ def measure(plan: Plan, row: PlanRow, schemes: Sequence[Scheme]) -> list[float]:
     Returns
     -------
     list of float
-        0 where the sampled rows are zero, or hold what the survey will refuse.
+        0 where the sampled rows are zero; 1 under a scheme that cannot hold their largest weight.
     """
     rows, width = matrix_shape(row.shape)
     cuts = _runs(rows, width)
-    values = np.concatenate([plan.values(row, cut) for cut in cuts])
+    values = np.concatenate([plan.sampled(row, cut) for cut in cuts])
     plan.source.release(row.name)
     importance = plan.importance(row)
     seed = tensor_seed(plan.recipe.seed, row.name)
@@ -99,8 +99,11 @@ def measure(plan: Plan, row: PlanRow, schemes: Sequence[Scheme]) -> list[float]:
         norm = _loss(values.astype(np.float64), importance)
     if not np.isfinite(norm) or norm == 0:
         return [0.0] * len(schemes)
+    peak = float(np.abs(values).max())
     return [
-        _error(values, scheme, importance, seed, lambda part: plan.values(row, part), rows) / norm
+        _error(values, scheme, importance, seed, lambda part: plan.sampled(row, part), rows) / norm
+        if peak <= scheme.limit
+        else 1.0
         for scheme in schemes
     ]
 

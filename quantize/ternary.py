@@ -172,7 +172,8 @@ def _sampled(plan: Plan, rows: Sequence[PlanRow]) -> NDArray[np.float64]:
     found = []
     for row in rows:
         count, width = matrix_shape(row.shape)
-        values = plan.values(row, slice(0, min(count, max(1, _SAMPLE_WEIGHTS // width))))
+        few = slice(0, min(count, max(1, _SAMPLE_WEIGHTS // width)))
+        values = plan.sampled(row, few, row.scheme.limit)
         plan.source.release(row.name)
         error, squares = _errors(row.scheme, values)
         found.append((error, _errors(KMeans(16), values)[0], squares))
@@ -180,6 +181,6 @@ def _sampled(plan: Plan, rows: Sequence[PlanRow]) -> NDArray[np.float64]:
 
 
 def _errors(scheme: Scheme, values: NDArray[Any]) -> tuple[float, float]:
-    result: QuantizedTensor = scheme.quantize(values)
+    result: QuantizedTensor = scheme.quantize(values, wide=scheme.wide(values))
     error, squares = scheme.errors(values, result)
     return float(error.sum()), float(squares.sum())

@@ -52,7 +52,7 @@ def _best_prefix(
         head[b] = -1
     scale = width / top
     for i in range(count):
-        b = min(width - 1, int((top - value[i]) * scale))
+        b = max(0, min(width - 1, int((top - value[i]) * scale)))  # a NaN must not leave the bins
         bins[b, 0] += mass[i] * value[i]
         bins[b, 1] += mass[i]
         link[i] = head[b]

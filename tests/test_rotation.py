@@ -68,3 +68,9 @@ def test_json_round_trip_and_faults() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             HadamardRotation.from_json({**value, **change})
+
+
+def test_what_leaves_float32_is_infinite_without_a_warning() -> None:
+    turned = HadamardRotation(128, {128: np.ones(128, np.int8)}).fold(np.full((1, 128), 1e38, np.float32))
+    assert np.isinf(turned[0, 0])
+    assert not turned[0, 1:].any()

@@ -144,7 +144,8 @@ class HadamardRotation:
             transform_rows(part, self.block_size)
             if not before:
                 part *= signs
-            out[r : r + step] = part
+            with np.errstate(over="ignore"):  # beyond float32 is infinite, which who reads the rows refuses
+                out[r : r + step] = part
         return out.reshape(rows.shape)
 
     def to_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from trapetum.errors import RecipeError
+from trapetum.errors import CheckpointError, RecipeError
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.imatrix import write_imatrix
 from trapetum.progress import Progress
@@ -140,6 +140,28 @@ def test_named_candidates_alone_are_chosen(make_model: Make) -> None:
         assert labels == {"gguf:Q4_0", "gguf:Q8_0"}
         only = planned(source, target_bpw=4.5, scheme="kmeans")
         assert only.recipe.candidates == ("kmeans",)
+
+
+def test_a_weight_that_a_candidate_cannot_hold(make_model: Make, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate_proj.weight"
+    values = np.random.default_rng(2).standard_normal((384, 256)) * 0.05
+    values[100, 3] = 1e5
+    folder = make_model(change={name: values.astype(np.float32)}, **WIDE)
+    with Checkpoint.open(folder) as source:
+        plan = planned(source, target_bpw=6.5, candidates=["gguf:Q4_0", "kmeans"])
+        assert isinstance(schemes(plan)[name], KMeans)
+    with pytest.raises(CheckpointError, match=rf"{name} holds a weight of magnitude 100000.*float16"):
+        quantize_model(folder, tmp_path / "out", target_bpw=6.5, candidates=["gguf:Q4_0"], dry_run=True)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_measure_leaves_bad_weights_to_the_survey(make_model: Make, tmp_path: Path, value: float) -> None:
+    values = np.random.default_rng(2).standard_normal((384, 256)).astype(np.float32)
+    values[::3, ::5] = value
+    change = {"model.layers.0.mlp.gate_proj.weight": values}
+    options = {"target_bpw": 6.5, "candidates": ["gguf:Q4_0", "ternary"], "dry_run": True}
+    with pytest.raises(CheckpointError, match="only finite weights"):
+        quantize_model(make_model(change=change, **WIDE), tmp_path / "out", **options)
 
 
 def mixture(make_model: Make) -> Path:

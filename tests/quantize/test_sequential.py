@@ -157,3 +157,12 @@ def test_same_bytes_after_a_stop_and_at_any_thread_count(
 def test_sequential_needs_a_text(make_model: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="sequential goes with calibrate"):
         quantize_model(make_model(), tmp_path / "out", sequential=True)
+
+
+def test_a_model_that_overflows_is_refused_without_warnings(make_model: Callable[..., Path]) -> None:
+    change = {"model.layers.0.input_layernorm.weight": np.ones(64, np.float32)}
+    change["model.layers.0.self_attn.q_proj.weight"] = np.full((64, 64), 3e38, np.float32)
+    with open_source(make_model(change=change)) as source:
+        stages = paired_stages(source, source, IDS, Pool(2), wanted=lambda weights: True)
+        with pytest.raises(RecipeError, match="the model overflows float32"):
+            list(stages)

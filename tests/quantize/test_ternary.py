@@ -223,6 +223,20 @@ def test_a_weight_beyond_float16_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("scheme", ["ternary", "gguf:PTQ1_0"])
+def test_the_sample_of_the_cost_leaves_bad_weights_to_the_survey(
+    make_model: Callable[..., Path], tmp_path: Path, value: float, scheme: str
+) -> None:
+    def bad(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+        values = rng.standard_normal((rows, columns))
+        values[0, 0] = value
+        return values
+
+    with pytest.raises(CheckpointError, match=r"only finite weights|holds a weight of magnitude"):
+        quantize_model(make_model(fill=bad, **WIDE), tmp_path / "out", scheme=scheme, dry_run=True)
+
+
 def test_ternary_matches_the_llama_writer_on_its_own_output(make_model: Callable[..., Path]) -> None:
     """A third party's absmax writer keeps codes that are exact already, so ours must be what it would write."""
     rng = np.random.default_rng(3)

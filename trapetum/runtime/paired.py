@@ -30,6 +30,7 @@ from trapetum.errors import RecipeError
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.progress import Progress
 from trapetum.runtime.calibrate import Key, Scratch, Streamed, batches, mirror
+from trapetum.runtime.finite import unwarned
 from trapetum.runtime.layers import Layer, Observe
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ class _Paired:
             self._run(layer, half, 0, slice(0, 1), observe)
         return list(seen)
 
+    @unwarned()
     def _run(self, layer: Layer, half: str, side: int, cut: slice, observe: Observe | None = None) -> Floats:
         """Half a layer over some sequences of a stream; what comes out of it."""
         h = np.array(self.streams[side][cut])
@@ -203,6 +205,7 @@ class _Paired:
             scratch.zeros((drift, width), np.float64) if drift else None,
         )
 
+    @unwarned()
     def _sums(
         self,
         first: Layer,
@@ -266,6 +269,7 @@ class _Paired:
         except _Seen:
             return None
 
+    @unwarned()
     def _add(self, sums: PairedInputs, y: Floats, x: Floats | None, lost: Floats | None) -> None:
         """Add tokens: inputs ``y`` of the stored model, ``x`` of the original, ``lost`` of the stream."""
         sums.tokens += len(y)
@@ -282,6 +286,7 @@ class _Paired:
         self.pool.blocks(piece, y.shape[1], _COLUMNS)
 
 
+@unwarned()
 def _checked(sums: PairedInputs) -> PairedInputs:
     mirror(sums.moment)
     found: list[NDArray[Any] | None] = [sums.moment, sums.cross, sums.drift]
