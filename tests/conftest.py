@@ -21,6 +21,7 @@ import typer.main
 import typer.testing
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+_BEGINNING = pytest.StashKey[Any]()  # of the random numbers of a module
 
 # Folders whose helper modules tests import by name; tests are no package.
 sys.path.extend(str(REPOSITORY / name) for name in ("tests/formats", "tests/fuzz", "tests/hub", "benchmarks"))
@@ -107,6 +108,20 @@ def _no_idle_waits() -> Iterator[None]:
         patch.setattr(os, "fsync", lambda fd: None)
         patch.setattr(typer.testing, "_get_command", functools.cache(typer.main.get_command), raising=False)
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Note where the random numbers of a module begin, before anything draws one."""
+    for item in items:
+        generator = getattr(getattr(item, "module", None), "RNG", None)
+        if generator is not None:
+            item.stash[_BEGINNING] = generator.bit_generator.state
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """A module's ``RNG`` begins anew with each test: what ran before it must not choose its numbers."""
+    if _BEGINNING in item.stash:
+        item.module.RNG.bit_generator.state = item.stash[_BEGINNING]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
