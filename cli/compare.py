@@ -18,7 +18,6 @@ from trapetum.cli.options import (
     Threads,
     Token,
     only_with,
-    read_text,
 )
 from trapetum.cli.output import emit, fields
 from trapetum.cli.progress import terminal_progress
@@ -47,6 +46,7 @@ def compare(
     from trapetum.hub import resolve_model
     from trapetum.runtime.evaluate import compare as measure
     from trapetum.runtime.model import load
+    from trapetum.runtime.tokenizer import read_text
 
     words = read_text(text)
     progress = terminal_progress()

@@ -38,7 +38,6 @@ __all__ = [
     "option",
     "parse_bits",
     "parse_size",
-    "read_text",
     "real",
     "utf8_argument",
     "whole",
@@ -263,31 +262,6 @@ def utf8_argument(text: str) -> str:
         return os.fsencode(text).decode("utf-8")
     except UnicodeError:
         raise ValueError("the text is not valid UTF-8") from None
-
-
-def read_text(path: Path) -> str:
-    """The content of a text file, as UTF-8 in every locale.
-
-    Parameters
-    ----------
-    path : Path
-        A file.
-
-    Raises
-    ------
-    FormatError
-        If the file is not UTF-8; the message names the first bad byte.
-    """
-    from trapetum.errors import FormatError
-
-    data = path.read_bytes()
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise FormatError(
-            f"{path}: byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8 text",
-            hint=f"Convert it first: iconv -f latin1 -t utf-8 {path.name} > {path.stem}-utf8.txt",
-        ) from None
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]

@@ -18,7 +18,6 @@ from trapetum.cli.options import (
     choice,
     only_with,
     option,
-    read_text,
 )
 from trapetum.cli.output import emit
 from trapetum.cli.progress import terminal_progress
@@ -50,6 +49,7 @@ def perplexity(
     only_with(context, device == "cuda", "--device cuda", "experts")
     from trapetum.runtime.evaluate import perplexity as measure
     from trapetum.runtime.model import load
+    from trapetum.runtime.tokenizer import read_text
 
     words = read_text(text)
     with load(path, device=device, threads=threads, experts=experts) as model:

@@ -17,7 +17,6 @@ from trapetum.cli.options import (
     Threads,
     Token,
     only_with,
-    read_text,
 )
 from trapetum.cli.output import VERIFY_FAILED, emit, table
 from trapetum.cli.progress import terminal_progress
@@ -59,6 +58,7 @@ def verify(
     on_card = device == "cuda" and source is not None and text is not None
     only_with(context, on_card, "--device cuda, --source and --text", "experts")
     from trapetum.hub import resolve_model
+    from trapetum.runtime.tokenizer import read_text
     from trapetum.runtime.verify import verify_path
 
     words = None if text is None else read_text(text)

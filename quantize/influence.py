@@ -30,9 +30,10 @@ from trapetum.quantize.blocks import row_blocks
 from trapetum.quantize.identity import tensor_seed
 from trapetum.quantize.ldlq import ROWS
 from trapetum.quantize.scheme import Scheme
-from trapetum.quantize.statistics import one_blas_thread, read_text
+from trapetum.quantize.statistics import one_blas_thread
 from trapetum.runtime.calibrate import calibration_ids
 from trapetum.runtime.divergence import divergences
+from trapetum.runtime.tokenizer import read_text
 from trapetum.tensors import DenseTensor, matrix_shape
 
 if TYPE_CHECKING:

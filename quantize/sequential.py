@@ -36,10 +36,11 @@ from trapetum.progress import Progress
 from trapetum.quantize.blocks import MemoryBudget
 from trapetum.quantize.journal import RunLog
 from trapetum.quantize.plan import Plan, PlanRow
-from trapetum.quantize.statistics import Statistics, one_blas_thread, read_text
+from trapetum.quantize.statistics import Statistics, one_blas_thread
 from trapetum.quantize.stream import finished_part, quantize_tensors
 from trapetum.runtime.calibrate import calibration_ids
 from trapetum.runtime.paired import PairedInputs, paired_stages
+from trapetum.runtime.tokenizer import read_text
 from trapetum.tensors import LAYOUTS, DenseTensor, QuantizedTensor
 
 if TYPE_CHECKING:

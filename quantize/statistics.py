@@ -23,6 +23,7 @@ from trapetum.errors import OutputError, RecipeError, TrapetumError
 from trapetum.formats.imatrix import InputStatistics, MomentsWriter, open_statistics, write_imatrix
 from trapetum.quantize.hessian import ENOUGH_TOKENS, MIN_TOKENS, Hessian, damping_for
 from trapetum.rotation import HadamardRotation
+from trapetum.runtime.tokenizer import read_text
 from trapetum.tensors import matrix_shape
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ __all__ = [
     "collect_importance",
     "collect_moments",
     "one_blas_thread",
-    "read_text",
 ]
 
 _LEVEL = 0.1
@@ -201,7 +201,9 @@ class Calibration:
         Raises
         ------
         RecipeError
-            If the file cannot be read.
+            If the file cannot be read, or the text is empty.
+        FormatError
+            If the text is not UTF-8.
         """
         digest = hashlib.sha256()
         try:
@@ -210,6 +212,10 @@ class Calibration:
                     digest.update(piece)
         except OSError as error:
             raise RecipeError(f"{self.path}: cannot be read ({error.strerror})") from error
+        if self.text is not None and not read_text(self.text):  # before a job is begun with it
+            raise RecipeError(
+                f"{self.text}: the file is empty", hint="Name a text of a few hundred kilobytes."
+            )
         found: dict[str, Any] = {"file": self.path.name, "sha256": digest.hexdigest()}
         found |= {"tokens": self.tokens} if self.tokens is not None else {}
         return found | ({"sequential": True} if self.sequential else {})
@@ -304,20 +310,6 @@ def _refuse_existing(out: Path, *, overwrite: bool) -> None:
         raise OutputError(
             f"{out}: is no importance file, so it is not replaced", hint="Choose another name with -o."
         ) from None
-
-
-def read_text(path: Path) -> str:
-    """A calibration text.
-
-    Raises
-    ------
-    RecipeError
-        If it cannot be read as UTF-8.
-    """
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read as UTF-8 text ({error})") from error
 
 
 def one_blas_thread() -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trapetum.cli.options import parse_bits, parse_size, read_text, real, utf8_argument
-from trapetum.errors import FormatError
+from trapetum.cli.options import parse_bits, parse_size, real, utf8_argument
 
 
 @pytest.mark.parametrize(
@@ -82,14 +80,3 @@ def test_text_of_a_c_locale_is_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert utf8_argument("été".encode().decode("ascii", "surrogateescape")) == "été"
     with pytest.raises(ValueError, match="not valid UTF-8"):
         utf8_argument("\udce9")
-
-
-def test_text_files_are_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "t.txt"
-    path.write_bytes("Zoë\r\n".encode())
-    assert read_text(path) == "Zoë\r\n"
-    path.write_bytes(b"abc\xe9")
-    with pytest.raises(FormatError, match=r"t\.txt: byte 3 is 0xe9") as caught:
-        read_text(path)
-    assert caught.value.hint is not None
-    assert "iconv" in caught.value.hint

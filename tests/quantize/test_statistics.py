@@ -196,3 +196,16 @@ def test_single_inputs_are_raised_by_a_tenth_of_their_mean(
     row = next(r for r in plan.rows if r.name == Q)
     with open_statistics(tmp_path / "i") as file:
         assert np.allclose(Statistics(file).importance(row), np.arange(64) + 3.15)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"), [(b"", "is empty"), (b"a\xff", "not UTF-8"), (None, "cannot be read")]
+)
+def test_a_text_that_is_none_is_refused_before_a_job_is_begun(
+    make_model: Callable[..., Path], tmp_path: Path, data: bytes | None, text: str
+) -> None:
+    if data is not None:
+        (tmp_path / "text.txt").write_bytes(data)
+    with pytest.raises(TrapetumError, match=text):
+        quantize_model(make_model(), tmp_path / "out", calibrate=tmp_path / "text.txt")
+    assert not (tmp_path / "out/.trapetum/job.json").exists()

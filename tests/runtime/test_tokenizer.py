@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trapetum.errors import CheckpointError, RecipeError
-from trapetum.runtime.tokenizer import TextStream, Tokenizer, generation_eos
+from trapetum.errors import CheckpointError, FormatError, RecipeError
+from trapetum.runtime.tokenizer import TextStream, Tokenizer, generation_eos, read_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = Tokenizer(REPOSITORY / "models" / "books-2m" / "tokenizer.json")
@@ -234,3 +234,16 @@ def test_generation_config(tmp_path: Path, content: str, ids: tuple[int, ...]) -
             return [tmp_path / "generation_config.json"]
 
     assert generation_eos(Source()) == ids  # type: ignore[arg-type]
+
+
+def test_text_files_are_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "t.txt"
+    path.write_bytes("Zoë\r\n".encode())
+    assert read_text(path) == "Zoë\r\n"
+    path.write_bytes(b"abc\xe9")
+    with pytest.raises(FormatError, match=r"t\.txt: byte 3 is 0xe9") as caught:
+        read_text(path)
+    assert caught.value.hint is not None
+    assert "iconv" in caught.value.hint
+    with pytest.raises(RecipeError, match=r"none\.txt: cannot be read"):
+        read_text(tmp_path / "none.txt")

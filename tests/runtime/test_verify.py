@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from fuzz_inputs import make_model
+from safetensors.numpy import load_file, save_file
 
 import trapetum
 from trapetum.errors import FormatError, RecipeError, VerifyError
@@ -277,6 +278,20 @@ def test_a_wrong_fused_kernel_is_found(made, monkeypatch, tokens):
     assert results(report)["integrity"]
     assert not results(report)["decoder"]
     assert "fused product of Codebook16" in report.checks[1].detail
+
+
+def test_an_untrained_model_may_guess_as_its_source_does(tmp_path, demo_model, demo_text):
+    """Random weights, as in models that projects test with: worse than guessing, and right all the same."""
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model)
+    weights = load_file(model / "model.safetensors")
+    rng = np.random.default_rng(0)
+    noise = {k: (rng.standard_normal(v.shape) * 0.1).astype(v.dtype) for k, v in weights.items()}
+    (model / "model.safetensors").unlink()
+    save_file(noise, model / "model.safetensors")
+    trapetum.quantize_model(model, tmp_path / "out", bits=4, effort="fast")
+    report = verify_path(tmp_path / "out", source=model, text=demo_text.read_text()[:2000])
+    assert set(results(report).values()) == {True}
 
 
 def test_logits_that_say_nothing_are_found(made, tmp_path, demo_model, demo_text):

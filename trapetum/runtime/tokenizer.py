@@ -7,12 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trapetum.errors import CheckpointError, RecipeError
+from trapetum.errors import CheckpointError, FormatError, RecipeError
 
 if TYPE_CHECKING:
     from trapetum.formats.source import TensorSource
 
-__all__ = ["TextStream", "Tokenizer", "generation_eos"]
+__all__ = ["TextStream", "Tokenizer", "generation_eos", "read_text"]
 
 _UNFINISHED = "\ufffd"  # what a decoder gives for bytes that are not (yet) a whole character
 
@@ -264,3 +264,31 @@ def _now(pattern: str) -> str:
     from datetime import datetime
 
     return datetime.now().strftime(pattern)
+
+
+def read_text(path: Path) -> str:
+    """The content of a text file, as UTF-8 in every locale, line ends as they are.
+
+    Parameters
+    ----------
+    path : Path
+        A file.
+
+    Raises
+    ------
+    RecipeError
+        If the file cannot be read.
+    FormatError
+        If the file is not UTF-8; the message names the first bad byte.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{path}: byte {error.start} is 0x{data[error.start]:02x}, which is not UTF-8 text",
+            hint=f"Convert it first: iconv -f latin1 -t utf-8 {path.name} > {path.stem}-utf8.txt",
+        ) from None

@@ -302,9 +302,11 @@ def _logits(
         f"perplexity {found['ppl_b']:.4f}, of the source {found['ppl_a']:.4f} ({found['tokens']} tokens)"
     )
     # No fixed KL tells a fault from few bits: on the 2 M parameter demo model 2-bit codebooks give 2.45 nats,
-    # q and k of one layer exchanged 2.52. That is for the reconstruction to tell; here only a model that knows
-    # nothing fails.
-    if not (kl < math.inf and found["ppl_b"] < mine.real_vocab_size):
+    # q and k of one layer exchanged 2.52. That is for the reconstruction to tell; here only a model fails that knows
+    # nothing, and whose source (which may be untrained) knows something.
+    if not (
+        kl < math.inf and (found["ppl_b"] < mine.real_vocab_size or found["ppl_a"] >= mine.real_vocab_size)
+    ):
         return Check("logits", False, kl, f"{detail}: no better than guessing")
     return Check("logits", True, kl, detail)
 
