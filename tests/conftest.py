@@ -26,9 +26,10 @@ _BEGINNING = pytest.StashKey[Any]()  # of the random numbers of a module
 # Folders whose helper modules tests import by name; tests are no package.
 sys.path.extend(str(REPOSITORY / name) for name in ("tests/formats", "tests/fuzz", "tests/hub", "benchmarks"))
 
-# A shell gives its background jobs an ignored SIGINT, and every child inherits it: without this line, tests
+# A shell gives its background jobs an ignored SIGINT, and every child inherits it: without these lines, tests
 # that interrupt a command wait for ever when the suite itself runs in the background (`make test &`, nohup, CI).
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 # The same examples in every run and on every machine, and no clock: what passes here passes elsewhere. Other examples:
 # ``pytest --hypothesis-profile=default --hypothesis-seed=N``.
