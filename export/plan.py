@@ -22,11 +22,16 @@ from typing import Any, ClassVar
 
 from trapetum.errors import CheckpointError, OutputError
 from trapetum.formats.atomic import disk_errors, sync_folder
+from trapetum.formats.checksums import GGUF_SUMS
+from trapetum.formats.manifest import SUMS
 from trapetum.formats.source import TensorSource
 from trapetum.models.architectures import Architecture, Role
 from trapetum.progress import Progress
 
 __all__ = ["ExportPlan", "ExportRequest", "ExportRow", "new_folder", "refuse_existing", "same_tensor"]
+
+# Lists of checksums that folders of exports hold one of; a model's own folder has none.
+_SIGNS = (SUMS, f"*{GGUF_SUMS}", "manifest.json")
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def refuse_existing(out: Path, known: tuple[str, ...], *, overwrite: bool) -> No
     out : Path
         File or folder. An empty folder counts as absent.
     known : tuple of str
-        Patterns of file names that may stand in a folder that is replaced.
+        Patterns of file names that may stand in a folder that is replaced; one of them must be a list of checksums.
     overwrite : bool
 
     Raises
@@ -177,11 +182,18 @@ def refuse_existing(out: Path, known: tuple[str, ...], *, overwrite: bool) -> No
         return
     if not overwrite:
         raise OutputError(f"{out}: exists", hint="Give --overwrite to replace it, or another output with -o.")
+    if not out.is_dir():
+        return
     foreign = [name for name in entries if not any(fnmatch(name, pattern) for pattern in known)]
-    if out.is_dir() and foreign:
+    if foreign:
         raise OutputError(
             f"{out}: holds {foreign[0]}, which an export does not write; the folder is not replaced",
             hint="Move that file away or choose another output with -o.",
+        )
+    if not any(fnmatch(name, pattern) for name in entries for pattern in _SIGNS):
+        raise OutputError(
+            f"{out}: holds {entries[0]} and no list of checksums, so no export wrote it; the folder is not replaced",
+            hint="It may be a model of yours: choose another output with -o.",
         )
 
 
@@ -225,7 +237,11 @@ def new_folder(out: Path) -> Iterator[Path]:
             sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.is_dir():
+            shutil.rmtree(old, ignore_errors=True)
+        else:  # a file had the name
+            with contextlib.suppress(OSError):
+                old.unlink(missing_ok=True)
         if held is not None:
             os.close(held)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -65,7 +66,7 @@ def test_shards_sizes_and_index(artifact, tmp_path):
     assert [p.name for p in out.glob("*.safetensors*")] == ["model.safetensors"]
 
 
-def test_outputs_are_protected(artifact, tmp_path):
+def test_outputs_are_protected(artifact, tmp_path, demo_model):
     out = tmp_path / "out"
     export_artifact(artifact, "hf", out, dry_run=True)
     assert not out.exists()
@@ -75,6 +76,12 @@ def test_outputs_are_protected(artifact, tmp_path):
         with pytest.raises(OutputError):
             export_artifact(artifact, "hf", out, overwrite=overwrite)
     assert [p.name for p in out.iterdir()] == ["photo.png"]
+    model = tmp_path / "model"  # somebody's own, whose files are named as those of an export
+    shutil.copytree(demo_model, model)
+    before = {p.name: p.read_bytes() for p in model.iterdir()}
+    with pytest.raises(OutputError, match="no export wrote it"):
+        export_artifact(artifact, "hf", model, overwrite=True)
+    assert {p.name: p.read_bytes() for p in model.iterdir()} == before
     with pytest.raises(RecipeError, match="dtype is 'f64'"):
         export_artifact(artifact, "hf", tmp_path / "y", dtype="f64")
 

@@ -42,6 +42,13 @@ def test_leftovers_go_and_an_export_that_was_moved_aside_comes_back(tmp_path: Pa
     assert names(tmp_path) == {"out", ".other.0123abcd.tmp", ".out.txt"}
 
 
+def test_a_folder_takes_the_place_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert names(tmp_path) == {"out"}
+
+
 def test_a_living_export_is_left_alone(tmp_path: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
     script = (
         "import sys\nfrom pathlib import Path\nfrom trapetum.export.plan import new_folder\n"
