@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "BYTE_LIMIT",
@@ -35,10 +36,11 @@ __all__ = [
     "split",
     "split_form",
     "split_step",
+    "sums_form",
     "word_form",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 GROUP = 128
 # 16 products of a lane, 8191 (14-bit codebook) x 16383, are 2,147,090,448 < 2**31: one int32 holds a group.
@@ -46,7 +48,6 @@ WORD_LIMIT = 16383
 BYTE_LIMIT = 127
 SPLIT_LIMIT = 127 * 128  # the high plane of :func:`split` stays an int8
 
-_MAGNITUDE = np.uint32(0x7FFFFFFF)
 _TINY, _HUGE = np.uint32(0x0504F6C7), np.uint32(0x7F800000)  # bits of 6.25e-36 and of infinity
 
 
@@ -61,7 +62,7 @@ def padded(count: int) -> int:
     return -(-count // GROUP) * GROUP
 
 
-@jit()
+@inline
 def quantize(x: NDArray[np.float32], limit: int, q: NDArray[Any], scales: NDArray[np.float32]) -> None:
     """Round every group to integers of at most ``limit``.
 
@@ -75,34 +76,30 @@ def quantize(x: NDArray[np.float32], limit: int, q: NDArray[Any], scales: NDArra
     scales : ndarray of float32, shape (tokens, padded(in_features) // GROUP)
         Written.
     """
-    count = x.shape[1]
-    largest = np.empty(1, np.uint32)  # compared as integers: a loop of float maxima does not vectorise
+    count, width = x.shape[1], q.shape[1]
     for m in range(x.shape[0]):
-        line, bits = x[m], x[m].view(np.uint32)
         for g in range(scales.shape[1]):
-            start = g * GROUP
-            stop = min(start + GROUP, count)
-            top = np.uint32(0)
-            for b in bits[start:stop]:
-                top = max(top, b & _MAGNITUDE)
-            out = q[m, start : start + GROUP]
+            start, to = m * count + g * GROUP, m * width + g * GROUP
+            size = simd.least(GROUP, count - g * GROUP)
+            top = np.uint32(0)  # compared as integers: a loop of float maxima does not vectorise
+            for i in range(size):
+                bits = simd.magnitude_bits(x, start + i)
+                top = bits if bits > top else top
             if _TINY < top < _HUGE:
-                largest[0] = top
-                magnitude = largest.view(np.float32)[0]
+                magnitude = simd.float_of_bits(top)
                 scales[m, g] = magnitude / np.float32(limit)
                 inverse = np.float32(limit) / magnitude
-                part = line[start:stop]
-                for i in range(part.shape[0]):
-                    out[i] = np.int32(np.rint(part[i] * inverse))
-                for i in range(part.shape[0], GROUP):
-                    out[i] = 0
+                for i in range(size):
+                    simd.store_integer(q, to + i, np.int32(np.rint(simd.scalar(x, start + i) * inverse)))
+                for i in range(size, GROUP):
+                    simd.store_integer(q, to + i, 0)
             else:
                 scales[m, g] = np.float32(0) if top <= _TINY else np.float32(np.nan)
                 for i in range(GROUP):
-                    out[i] = 0
+                    simd.store_integer(q, to + i, 0)
 
 
-@jit()
+@inline
 def block_sums(
     q: NDArray[np.int16], scales: NDArray[np.float32], size: int, out: NDArray[np.float32]
 ) -> None:
@@ -119,15 +116,16 @@ def block_sums(
     """
     blocks = q.shape[1] // size
     for m in range(out.shape[0]):
-        out[m, blocks:] = 0
         for b in range(blocks):
             total = np.int32(0)
-            for value in q[m, b * size : (b + 1) * size]:
-                total += np.int32(value)
+            for i in range(b * size, (b + 1) * size):
+                total += np.int32(q[m, i])
             out[m, b] = np.float32(total) * scales[m, b * size // GROUP]
+        for b in range(blocks, out.shape[1]):
+            out[m, b] = 0
 
 
-@jit()
+@inline
 def arrange(q: NDArray[np.int8], size: int, out: NDArray[np.int8]) -> None:
     """The order that ``kernels.cpu.ternary`` has for weights that share a scale in blocks of ``size``.
 
@@ -140,18 +138,17 @@ def arrange(q: NDArray[np.int8], size: int, out: NDArray[np.int8]) -> None:
         Written: number 32 k + b of a group is input ``(b // (size/4)) * size + k * (size/4) + b % (size/4)`` of it.
     """
     each = size // 32  # eight bytes at a time
-    given, made = q.view(np.uint64), out.view(np.uint64)
     for m in range(q.shape[0]):
-        for g in range(0, given.shape[1], GROUP // 8):
-            at = g
+        at = m * q.shape[1]
+        for g in range(at, at + q.shape[1], GROUP):
             for k in range(4):
-                for j in range(g + k * each, g + GROUP // 8, 4 * each):
-                    for i in range(j, j + each):
-                        made[m, at] = given[m, i]
-                        at += 1
+                for j in range(g + k * each * 8, g + GROUP, 32 * each):
+                    for i in range(j, j + each * 8, 8):
+                        simd.copy_eight(q, i, out, at)
+                        at += 8
 
 
-@jit()
+@inline
 def quad_sums(q: NDArray[np.int8], out: NDArray[np.int32]) -> None:
     """Minus the sums that ``simd.dot_bytes`` makes of weights that are all 1: where a code is the weight plus one.
 
@@ -171,7 +168,7 @@ def quad_sums(q: NDArray[np.int8], out: NDArray[np.int32]) -> None:
             out[m, at] = total
 
 
-@jit()
+@inline
 def split(q: NDArray[np.int16], high: NDArray[np.int8], low: NDArray[np.int8]) -> None:
     """``q = 128 * high + low`` with ``low`` in -64 .. 63, for ``q`` within ``SPLIT_LIMIT``.
 
@@ -200,6 +197,14 @@ def word_form(x: NDArray[np.float32]) -> Any:
 
 
 @jit()
+def sums_form(q: NDArray[np.int16], scales: NDArray[np.float32], size: int) -> Any:
+    """What :func:`block_sums` makes, with columns up to a multiple of 8."""
+    out = np.empty((q.shape[0], (q.shape[1] // size + 7) // 8 * 8), np.float32)
+    block_sums(q, scales, size, out)
+    return out
+
+
+@inline
 def _byte_form(q: NDArray[np.int8], scales: NDArray[np.float32], size: int) -> Any:
     if size < GROUP:
         arranged = np.empty_like(q)

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import pages, simd
-from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu.memory import array, scratch
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "TILE",
@@ -44,8 +44,9 @@ __all__ = [
     "pack_codes",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
+_MOST_ROWS = 2048  # whose sums, 64 KiB, lie on the stack; a tile has more only in very narrow matrices
 TILE = 16  # groups; cycles a code: 0.90 at 4, 0.73 at 8, 0.71 at 16, 0.88 at 32, 1.33 at 64 (Zen1)
 
 
@@ -70,8 +71,8 @@ def pack_codes(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return out.reshape(tiles, rows, TILE * books)
 
 
-@jit()
-def build_lut(
+@inline
+def _build_lut(
     books: NDArray[np.float32], x: NDArray[np.float32], lut: NDArray[np.float32], begin: int, end: int
 ) -> None:
     """Products of all codebook vectors with the activations of groups ``begin .. end - 1``.
@@ -88,7 +89,8 @@ def build_lut(
     count = books.shape[1]
     for g in range(begin, end):
         if g * 8 >= x.shape[0]:
-            lut[g] = 0
+            for k in range(0, count, 8):
+                simd.store_floats(lut, g * count + k, simd.zero_floats())
             continue
         x0, x1 = simd.splat_floats(x[g * 8]), simd.splat_floats(x[g * 8 + 1])
         x2, x3 = simd.splat_floats(x[g * 8 + 2]), simd.splat_floats(x[g * 8 + 3])
@@ -124,7 +126,8 @@ def build_lut8(
     count = books.shape[0]
     for g in range(begin, end):
         if g * 8 >= x.shape[0]:
-            lut[g] = 0
+            for k in range(count):
+                simd.store_floats(lut, (g * count + k) * 8, simd.zero_floats())
             continue
         at = g * 64
         x0, x1 = simd.load_floats(x, at), simd.load_floats(x, at + 8)
@@ -143,8 +146,8 @@ def build_lut8(
             simd.store_floats(lut, (g * count + k) * 8, total)
 
 
-@jit()
-def multiply_lut(
+@inline
+def _multiply_lut(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
     lut: NDArray[np.float32],
@@ -162,8 +165,24 @@ def multiply_lut(
         Written in these entries only.
     begin, end : int
     """
+    sums = scratch(_MOST_ROWS * 8)
+    for first in range(begin, end, _MOST_ROWS):
+        _multiply_some(codes, scales, lut, sums, out, first, simd.least(first + _MOST_ROWS, end))
+
+
+@inline
+def _multiply_some(
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    lut: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
     tiles, rows, width = codes.shape
-    sums = np.zeros((end - begin) * 8, np.float32)
+    for to in range(0, (end - begin) * 8, 8):
+        simd.store_floats(sums, to, simd.zero_floats())
     for t in range(tiles):
         first = t * width * 256
         for o in range(begin, end):
@@ -192,7 +211,8 @@ def multiply_lut8(
     tiles, rows, width = codes.shape
     count = lut.shape[1]
     books = width // TILE
-    out[begin:end] = 0
+    for o in range(begin, end):
+        simd.store_floats(out, o * 8, simd.zero_floats())
     for t in range(tiles):
         for o in range(begin, end):
             at = (t * rows + o) * width
@@ -213,8 +233,8 @@ def multiply_lut8(
         )
 
 
-@jit()
-def multiply_direct(
+@inline
+def _multiply_direct(
     codes: NDArray[np.uint8],
     books: NDArray[np.float32],
     scales: NDArray[np.float32],
@@ -283,11 +303,14 @@ def decode_rows(
             simd.store_floats(out, r * count + g * 8, simd.multiply_floats(total, scale))
 
 
+build_lut, multiply_lut, multiply_direct = jit()(_build_lut), jit()(_multiply_lut), jit()(_multiply_direct)
+
+
 # ---------------------------------------------------------------------------- for kernels.cpu.program, one token
 def build_lut_step(a: Any, begin: int, end: int) -> None:
     """books (transposed), entries, x, in_features, lut, groups; groups begin .. end - 1."""
     books, x = array(a[0], np.float32, (8, a[1])), array(a[2], np.float32, (a[3],))
-    build_lut(books, x, array(a[4], np.float32, (a[5], a[1])), begin, end)
+    _build_lut(books, x, array(a[4], np.float32, (a[5], a[1])), begin, end)
 
 
 def multiply_lut_step(a: Any, begin: int, end: int) -> None:
@@ -297,13 +320,13 @@ def multiply_lut_step(a: Any, begin: int, end: int) -> None:
         array(a[0], np.uint8, (tiles, rows, width)),
         array(a[5], np.float32, (tiles * TILE, width * 16)),
     )
-    multiply_lut(codes, array(a[4], np.float32, (rows,)), lut, array(a[6], np.float32, (rows,)), begin, end)
+    _multiply_lut(codes, array(a[4], np.float32, (rows,)), lut, array(a[6], np.float32, (rows,)), begin, end)
 
 
 def multiply_direct_step(a: Any, begin: int, end: int) -> None:
     """codes, tiles, rows, width, scales, books, padded x, out."""
     tiles, rows, width = a[1], a[2], a[3]
-    multiply_direct(
+    _multiply_direct(
         array(a[0], np.uint8, (tiles, rows, width)), array(a[5], np.float32, (width * 16, 8)),
         array(a[4], np.float32, (rows,)), array(a[6], np.float32, (1, tiles * TILE * 8)),
         array(a[7], np.float32, (1, rows)), begin, end,

@@ -33,13 +33,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import literally  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
-from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu.memory import array, scratch
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "BYTE",
@@ -55,7 +54,7 @@ __all__ = [
     "pack_top_bits",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
 
@@ -63,13 +62,13 @@ TABLE, NIBBLE, BYTE, SIX, BYTE16 = 0, 1, 2, 3, 4
 _AHEAD_ROWS = 8
 
 
-@jit()
+@inline
 def group_bytes(kind: int) -> int:
     """Bytes of the codes of 128 inputs."""
     return 96 if kind == SIX else 64 if kind in (TABLE, NIBBLE) else 128
 
 
-@jit()
+@inline
 def block_size(kind: int) -> int:
     """Inputs that share a scale."""
     return 16 if kind in (SIX, BYTE16) else 32
@@ -87,17 +86,18 @@ def pack_top_bits(codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
         Its last 32 bytes are written.
     """
     for o in range(codes.shape[0]):
-        out[o, :, 64:] = 0
+        for g in range(out.shape[1]):
+            for k in range(64, 96):
+                out[o, g, k] = 0
         for i in range(codes.shape[1]):
             t = i & 31
             lane = (t & 7) | ((t & 8) << 1) | ((t & 16) >> 1)
             out[o, i >> 7, 64 + lane] |= (codes[o, i] >> 4) << np.uint8((i >> 5 & 3) * 2)
 
 
-@jit()
+@inline
 def _pair(kind: int, low: Any, high: Any, codes: Any) -> Any:
     """int16 values of 32 codes below 64 in lane order, as two vectors in natural order."""
-    literally(kind)
     if kind == TABLE:
         a, b = simd.look_up_bytes(low, codes), simd.look_up_bytes(high, codes)
     else:
@@ -109,10 +109,9 @@ def _pair(kind: int, low: Any, high: Any, codes: Any) -> Any:
     return w0, w1
 
 
-@jit()
+@inline
 def _words(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int) -> Any:
     """int16 values of the 128 weights whose codes begin at byte ``at``."""
-    literally(kind)
     if kind in (BYTE, BYTE16):
         return (
             simd.load_signed_bytes(codes, at), simd.load_signed_bytes(codes, at + 16),
@@ -138,17 +137,17 @@ def _words(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int) ->
     return w0, w1, w2, w3, w4, w5, w6, w7
 
 
-@jit()
+@inline
 def _scale(scales: NDArray[np.float32], b: int) -> Any:
-    return simd.splat_floats(scales[b])
+    return simd.splat_floats(simd.scalar(scales, b))
 
 
-@jit()
+@inline
 def _madd(x: NDArray[np.int16], at: int, w: Any) -> Any:
     return simd.multiply_add_words(simd.load_words(x, at), w)
 
 
-@jit()
+@inline
 def _sum32(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
     """Products of 128 weights in four blocks, scaled."""
     part = simd.to_floats(simd.add_ints(_madd(x, at, w[0]), _madd(x, at + 16, w[1])))
@@ -161,7 +160,7 @@ def _sum32(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b
     return simd.fma(part, _scale(scales, b + 3), total)
 
 
-@jit()
+@inline
 def _sum16(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
     """Products of 128 weights in eight blocks, scaled."""
     total = simd.multiply_floats(simd.to_floats(_madd(x, at, w[0])), _scale(scales, b))
@@ -174,7 +173,7 @@ def _sum16(x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b
     return simd.fma(simd.to_floats(_madd(x, at + 112, w[7])), _scale(scales, b + 7), total)
 
 
-@jit(forceinline=True)
+@inline
 def _eight(d: NDArray[np.uint16], steps: NDArray[Any], each: int, o: int, b: int, blocks: int) -> Any:
     """``d * step`` of blocks b .. b + 7 of row o, one float32 multiplication; ``each`` blocks share a d."""
     count = d.shape[1]
@@ -184,7 +183,7 @@ def _eight(d: NDArray[np.uint16], steps: NDArray[Any], each: int, o: int, b: int
     return simd.multiply_floats(scale, simd.to_floats(simd.load_byte_ints(steps, o * blocks + b)))
 
 
-@jit(forceinline=True)
+@inline
 def _row_scales(
     d: NDArray[np.uint16],
     steps: NDArray[Any],
@@ -199,10 +198,10 @@ def _row_scales(
     for b in range(0, whole, 8):
         simd.store_floats(out, at + b, _eight(d, steps, each, o, b, blocks))
     for b in range(whole, blocks):
-        out[at + b] = simd.scalar(d, o * d.shape[1] + b)
+        out[0, at + b] = simd.scalar(d, o * d.shape[1] + b)
 
 
-@jit(forceinline=True)
+@inline
 def _row_offset(
     d: NDArray[np.uint16],
     steps: NDArray[Any],
@@ -224,7 +223,7 @@ def _row_offset(
     return offset
 
 
-@jit()
+@inline
 def _multiply(kind: int, arguments: Any) -> None:
     """``out[:, begin:end] = x @ W[begin:end].T``.
 
@@ -247,25 +246,23 @@ def _multiply(kind: int, arguments: Any) -> None:
         begin, end
             int
     """
-    literally(kind)
     if arguments[6].shape[0] == 1:
         _one_token(kind, arguments)
     else:
         _some_tokens(kind, arguments)
 
 
-@jit()
+@inline
 def _one_token(kind: int, arguments: Any) -> None:
     """A loop of its own, see ``codebook16``; and all that a step has to compile."""
     table, codes, d, steps, dmin, mins, x, x_scales, x_sums, out, begin, end = arguments
-    literally(kind)
     groups, stride, size, blocks, each = _sizes(kind, codes, x)
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
-    scales = np.empty(_AHEAD_ROWS * blocks, np.float32)
+    scales = scratch(_AHEAD_ROWS * blocks)
     for o in range(begin, end):
         row = (o - begin) % _AHEAD_ROWS * blocks
         if row == 0:
-            for k in range(min(_AHEAD_ROWS, end - o)):
+            for k in range(simd.least(_AHEAD_ROWS, end - o)):
                 _row_scales(d, steps, each, o + k, blocks, scales, k * blocks)
         one = simd.zero_floats()
         for g in range(groups):
@@ -277,17 +274,17 @@ def _one_token(kind: int, arguments: Any) -> None:
             out[0, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, 0)
 
 
-@jit()
+@inline
 def _some_tokens(kind: int, arguments: Any) -> None:
     table, codes, d, steps, dmin, mins, x, x_scales, x_sums, out, begin, end = arguments
-    literally(kind)
     tokens, width = x.shape
     groups, stride, size, blocks, each = _sizes(kind, codes, x)
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
-    scales, sums = np.empty(blocks, np.float32), np.empty(tokens * 8, np.float32)
+    scales, sums = scratch(blocks), scratch(tokens * 8)
     for o in range(begin, end):
         _row_scales(d, steps, each, o, blocks, scales, 0)
-        sums[:] = 0
+        for m in range(tokens):
+            simd.store_floats(sums, m * 8, simd.zero_floats())
         for g in range(groups):
             w = _fetch(kind, low, high, codes, (o * groups + g) * stride, stride)
             for m in range(tokens):
@@ -300,39 +297,46 @@ def _some_tokens(kind: int, arguments: Any) -> None:
                 out[m, o] -= _row_offset(dmin, mins, each, o, blocks, x_sums, m)
 
 
-@jit(forceinline=True)
+@inline
 def _sizes(kind: int, codes: NDArray[np.uint8], x: NDArray[np.int16]) -> tuple[int, int, int, int, int]:
     """Groups of a row, bytes of one, inputs of a block, blocks of a row, blocks that share a ``d``."""
-    literally(kind)
     groups, size = x.shape[1] // GROUP, block_size(kind)
     return groups, codes.shape[1] // groups, size, x.shape[1] // size, 256 // size
 
 
-@jit(forceinline=True)
+@inline
 def _fetch(kind: int, low: Any, high: Any, codes: NDArray[np.uint8], at: int, stride: int) -> Any:
     """:func:`_words`, and a request for those to come."""
-    literally(kind)
     simd.stream(codes, at)
     if stride > 64:
         simd.stream(codes, at + 64)
     return _words(kind, low, high, codes, at)
 
 
-@jit(forceinline=True)
+@inline
 def _sum(size: int, x: NDArray[np.int16], at: int, w: Any, scales: NDArray[np.float32], b: int) -> Any:
     """Products of 128 weights in blocks of ``size``, scaled."""
     return _sum16(x, at, w, scales, b) if size == 16 else _sum32(x, at, w, scales, b)
 
 
-@jit()
-def _store(words: Any, scale: Any, offset: Any, out: NDArray[np.float32], at: int) -> None:
+@inline
+def _store(
+    first: Any, second: Any, scales: Any, offsets: Any, b: int, step: int, out: NDArray[np.float32], at: int
+) -> None:
+    """32 weights, of block b and, where ``step`` is 2, of the next one."""
+    _store_half(first, _scale(scales, b), _scale(offsets, b), out, at)
+    _store_half(second, _scale(scales, b + step // 2), _scale(offsets, b + step // 2), out, at + 16)
+
+
+@inline
+def _store_half(words: Any, scale: Any, offset: Any, out: NDArray[np.float32], at: int) -> None:
     low = simd.multiply_floats(scale, simd.to_floats(simd.low_ints(words)))
     high = simd.multiply_floats(scale, simd.to_floats(simd.high_ints(words)))
     simd.store_floats(out, at, simd.subtract_floats(low, offset))
     simd.store_floats(out, at + 8, simd.subtract_floats(high, offset))
 
 
-@jit()
+@inline
 def _decode(kind: int, arguments: Any) -> None:
     """Rows ``begin, begin + 1, ...`` as float32, exactly.
 
@@ -349,15 +353,15 @@ def _decode(kind: int, arguments: Any) -> None:
             int
     """
     table, codes, d, steps, dmin, mins, out, begin = arguments
-    literally(kind)
     rows, count = out.shape
     size, stride = block_size(kind), group_bytes(kind)
     groups = codes.shape[1] // stride
     blocks = groups * GROUP // size
     each = 256 // size
     low, high = simd.load_table(table, 0), simd.load_table(table, 16)
-    scales, offsets = np.zeros(blocks, np.float32), np.zeros(blocks, np.float32)
-    flat, rest = out.reshape(-1), np.empty(GROUP, np.float32)
+    scales, offsets = scratch(blocks), scratch(blocks)
+    for b in range(blocks):
+        offsets[0, b] = 0
     for r in range(rows):
         o = begin + r
         _row_scales(d, steps, each, o, blocks, scales, 0)
@@ -365,27 +369,24 @@ def _decode(kind: int, arguments: Any) -> None:
             _row_scales(dmin, mins, each, o, blocks, offsets, 0)
         for g in range(groups):
             w = _words(kind, low, high, codes, (o * groups + g) * stride)
-            first, step = g * GROUP // size, 32 // size  # block of the first weight; blocks in 32 weights
-            half = step // 2  # 1 where a block is 16 weights
-            whole = (g + 1) * GROUP <= count
-            target, to = (flat, r * count + g * GROUP) if whole else (rest, 0)
-            for k, pair in enumerate(((w[0], w[1]), (w[2], w[3]), (w[4], w[5]), (w[6], w[7]))):
-                b = first + k * step
-                _store(pair[0], _scale(scales, b), _scale(offsets, b), target, to + k * 32)
-                _store(pair[1], _scale(scales, b + half), _scale(offsets, b + half), target, to + k * 32 + 16)
-            if not whole:
-                for i in range(g * GROUP, count):
-                    out[r, i] = rest[i - g * GROUP]
+            at, b, step = r * count + g * GROUP, g * GROUP // size, 32 // size  # blocks in 32 weights
+            left = count - g * GROUP  # a multiple of 32
+            _store(w[0], w[1], scales, offsets, b, step, out, at)
+            if left > 32:
+                _store(w[2], w[3], scales, offsets, b + step, step, out, at + 32)
+            if left > 64:
+                _store(w[4], w[5], scales, offsets, b + 2 * step, step, out, at + 64)
+            if left > 96:
+                _store(w[6], w[7], scales, offsets, b + 3 * step, step, out, at + 96)
 
 
-@jit()
+@inline
 def _step(kind: int, a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``.
 
     table, codes, d, steps, dmin, mins, rows, padded, columns of d, steps, dmin and mins, x, x_scales, x_sums, columns
     of x_sums, out.
     """
-    literally(kind)
     rows, width = a[6], a[7]
     arguments = (
         array(a[0], np.uint8, (32,)), array(a[1], np.uint8, (rows, width // GROUP * group_bytes(kind))),

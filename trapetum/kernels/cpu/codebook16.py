@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
-from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu.memory import array, scratch
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "decode_rows",
@@ -39,7 +39,7 @@ __all__ = [
     "quantize_tables",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 TABLE_LIMIT = 8191
 
 
@@ -57,7 +57,8 @@ def pack_codes(codes: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
     count = codes.shape[1]
     for o in range(codes.shape[0]):
         line, row = out[o], codes[o]
-        line[:] = 0
+        for i in range(line.shape[0]):
+            line[i] = 0
         for i in range(count):
             t = i & 31
             lane = (t & 7) | ((t & 8) << 1) | ((t & 16) >> 1)
@@ -98,13 +99,13 @@ def _planes(values: NDArray[Any]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(pairs.transpose(0, 2, 1)).reshape(-1, 32)
 
 
-@jit()
+@inline
 def _words(low: Any, high: Any, index: Any) -> Any:
     a, b = simd.look_up_bytes(low, index), simd.look_up_bytes(high, index)
     return simd.interleave_low(a, b), simd.interleave_high(a, b)
 
 
-@jit()
+@inline
 def _sum(x: NDArray[np.int16], at: int, w: Any) -> Any:
     """Exact products of 128 activations with weights; one chain, which becomes VPDPWSSD where there is one."""
     total = simd.multiply_add_words(simd.load_words(x, at), w[0])
@@ -117,7 +118,7 @@ def _sum(x: NDArray[np.int16], at: int, w: Any) -> Any:
     return simd.add_ints(total, simd.multiply_add_words(simd.load_words(x, at + 112), w[7]))
 
 
-@jit()
+@inline
 def _one_token(
     codes: NDArray[np.uint8],
     planes: NDArray[np.uint8],
@@ -137,7 +138,8 @@ def _one_token(
     groups = x.shape[1] // GROUP
     apart = (end - begin + 3) // 4
     for o in range(begin, begin + apart):
-        p, q, r = min(o + apart, end - 1), min(o + 2 * apart, end - 1), min(o + 3 * apart, end - 1)
+        p, q = simd.least(o + apart, end - 1), simd.least(o + 2 * apart, end - 1)
+        r = simd.least(o + 3 * apart, end - 1)
         to, tp, tq, tr = _tables(planes, o), _tables(planes, p), _tables(planes, q), _tables(planes, r)
         a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
         for g in range(groups):
@@ -178,10 +180,11 @@ def multiply_rows(
     if tokens == 1:
         _one_token(codes, planes, scales, x, x_scales, out, begin, end)
         return
-    sums = np.empty(tokens * 8, np.float32)
+    sums = scratch(tokens * 8)
     for o in range(begin, end):
         low, high = simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
-        sums[:] = 0
+        for m in range(tokens):
+            simd.store_floats(sums, m * 8, simd.zero_floats())
         for g in range(groups):
             w = _group(codes, (o * groups + g) * 64, low, high)
             for m in range(tokens):
@@ -192,19 +195,19 @@ def multiply_rows(
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8)) * scales[o]
 
 
-@jit()
+@inline
 def _tables(planes: NDArray[np.uint8], o: int) -> Any:
     simd.prefetch(planes, (o + 8) * 32)
     return simd.load_table(planes, o * 32), simd.load_table(planes, o * 32 + 16)
 
 
-@jit()
+@inline
 def _part(codes: NDArray[np.uint8], at: int, tables: Any, x: NDArray[np.int16], g: int) -> Any:
     """Products of a group of one row with one token, before their scales."""
     return simd.to_floats(_sum(x, g * GROUP, _group(codes, at, tables[0], tables[1])))
 
 
-@jit()
+@inline
 def _group(codes: NDArray[np.uint8], at: int, low: Any, high: Any) -> Any:
     """128 weights, as eight vectors in natural order."""
     nibble, four = simd.splat_bytes(15), simd.splat_bytes(4)
@@ -236,12 +239,12 @@ def decode_rows(
     groups = codes.shape[1] // 64
     whole = count // GROUP
     nibble, four = simd.splat_bytes(15), simd.splat_bytes(4)
-    rest = np.empty(GROUP, np.float32)
+    rest = scratch(GROUP)
     for r in range(rows):
         o = begin + r
         low, high = simd.load_table(halves, o * 32), simd.load_table(halves, o * 32 + 16)
         for g in range(groups):
-            target, to = (out, r * count + g * GROUP) if g < whole else (rest.reshape(1, GROUP), 0)
+            target, to = (out, r * count + g * GROUP) if g < whole else (rest, 0)
             for k in range(2):
                 v = simd.load_bytes(codes, (o * groups + g) * 64 + k * 32)
                 w0, w1 = _words(low, high, simd.and_bytes(v, nibble))
@@ -256,7 +259,7 @@ def decode_rows(
                 simd.store_floats(target, i + 48, simd.low_halves(w3))
                 simd.store_floats(target, i + 56, simd.high_halves(w3))
         for i in range(whole * GROUP, count):  # not a slice: numba compiles 4 s of error messages for that
-            out[r, i] = rest[i - whole * GROUP]
+            out[r, i] = rest[0, i - whole * GROUP]
 
 
 @jit()

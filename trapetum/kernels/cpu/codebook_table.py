@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
-from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu.memory import array, scratch
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "expand_rows",
@@ -25,7 +25,7 @@ __all__ = [
     "multiply_step",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -50,31 +50,25 @@ def multiply_rows(
     begin, end : int
     """
     tokens, count = x.shape
+    if tokens == 1:
+        _one_token(codes, table, x, out, begin, end)
+        return
     entries = table.shape[1]
     whole = count // 32 * 32
-    sums = np.empty(tokens * 8, np.float32)
+    sums = scratch(tokens * 8)
     for o in range(begin, end):
         first, row = o * entries, o * count
-        if tokens == 1:
-            a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
-            for i in range(0, whole, 32):
-                w = _look_up(table, first, codes, row + i)
-                a = simd.fma(simd.load_floats(x, i), w[0], a)
-                b = simd.fma(simd.load_floats(x, i + 8), w[1], b)
-                c = simd.fma(simd.load_floats(x, i + 16), w[2], c)
-                d = simd.fma(simd.load_floats(x, i + 24), w[3], d)
-            simd.store_floats(sums, 0, simd.add_floats(simd.add_floats(a, b), simd.add_floats(c, d)))
-        else:
-            sums[:] = 0
-            for i in range(0, whole, 32):
-                w = _look_up(table, first, codes, row + i)
-                for m in range(tokens):
-                    at = m * count + i
-                    total = simd.fma(simd.load_floats(x, at), w[0], simd.load_floats(sums, m * 8))
-                    part = simd.multiply_floats(simd.load_floats(x, at + 8), w[1])
-                    total = simd.fma(simd.load_floats(x, at + 16), w[2], total)
-                    part = simd.fma(simd.load_floats(x, at + 24), w[3], part)
-                    simd.store_floats(sums, m * 8, simd.add_floats(total, part))
+        for m in range(tokens):
+            simd.store_floats(sums, m * 8, simd.zero_floats())
+        for i in range(0, whole, 32):
+            w = _look_up(table, first, codes, row + i)
+            for m in range(tokens):
+                at = m * count + i
+                total = simd.fma(simd.load_floats(x, at), w[0], simd.load_floats(sums, m * 8))
+                part = simd.multiply_floats(simd.load_floats(x, at + 8), w[1])
+                total = simd.fma(simd.load_floats(x, at + 16), w[2], total)
+                part = simd.fma(simd.load_floats(x, at + 24), w[3], part)
+                simd.store_floats(sums, m * 8, simd.add_floats(total, part))
         for m in range(tokens):
             total = simd.sum_floats(simd.load_floats(sums, m * 8))
             for i in range(whole, count):
@@ -82,7 +76,32 @@ def multiply_rows(
             out[m, o] = total
 
 
-@jit()
+@inline
+def _one_token(
+    codes: NDArray[np.uint8],
+    table: NDArray[np.float32],
+    x: NDArray[np.float32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    count, entries = x.shape[1], table.shape[1]
+    whole = count // 32 * 32
+    for o in range(begin, end):
+        a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
+        for i in range(0, whole, 32):
+            w = _look_up(table, o * entries, codes, o * count + i)
+            a = simd.fma(simd.load_floats(x, i), w[0], a)
+            b = simd.fma(simd.load_floats(x, i + 8), w[1], b)
+            c = simd.fma(simd.load_floats(x, i + 16), w[2], c)
+            d = simd.fma(simd.load_floats(x, i + 24), w[3], d)
+        total = simd.sum_floats(simd.add_floats(simd.add_floats(a, b), simd.add_floats(c, d)))
+        for i in range(whole, count):
+            total += x[0, i] * table[o, codes[o, i]]
+        out[0, o] = total
+
+
+@inline
 def _look_up(table: NDArray[np.float32], first: int, codes: NDArray[np.uint8], at: int) -> Any:
     """32 weights."""
     simd.stream(codes, at)
@@ -154,26 +173,13 @@ def multiply_expanded(
     """
     tokens, width = x.shape
     groups = width // GROUP
-    first = begin
     if tokens == 1:
-        # Four rows at once are four streams of memory: 15 % more than one stream gives.
-        first = begin + (end - begin) // 4 * 4
-        for o in range(begin, first, 4):
-            a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
-            for g in range(groups):
-                at, scale = o * width + g * GROUP, simd.splat_floats(x_scales[0, g])
-                a = simd.fma(simd.to_floats(_group(words, at, x, g * GROUP)), scale, a)
-                b = simd.fma(simd.to_floats(_group(words, at + width, x, g * GROUP)), scale, b)
-                c = simd.fma(simd.to_floats(_group(words, at + 2 * width, x, g * GROUP)), scale, c)
-                d = simd.fma(simd.to_floats(_group(words, at + 3 * width, x, g * GROUP)), scale, d)
-            out[0, o], out[0, o + 1] = simd.sum_floats(a) * scales[o], simd.sum_floats(b) * scales[o + 1]
-            out[0, o + 2], out[0, o + 3] = (
-                simd.sum_floats(c) * scales[o + 2],
-                simd.sum_floats(d) * scales[o + 3],
-            )
-    sums = np.empty(tokens * 8, np.float32)
-    for o in range(first, end):
-        sums[:] = 0
+        _one_expanded(words, scales, x, x_scales, out, begin, end)
+        return
+    sums = scratch(tokens * 8)
+    for o in range(begin, end):
+        for m in range(tokens):
+            simd.store_floats(sums, m * 8, simd.zero_floats())
         for g in range(groups):
             w = _words(words, o * width + g * GROUP)
             for m in range(tokens):
@@ -184,7 +190,35 @@ def multiply_expanded(
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8)) * scales[o]
 
 
-@jit()
+@inline
+def _one_expanded(
+    words: NDArray[np.int16],
+    scales: NDArray[np.float32],
+    x: NDArray[np.int16],
+    x_scales: NDArray[np.float32],
+    out: NDArray[np.float32],
+    begin: int,
+    end: int,
+) -> None:
+    """Four rows at once are four streams of memory: 15 % more than one stream gives.
+
+    Where rows are no multiple of four, the last ones are computed twice, to the same bits.
+    """
+    width = x.shape[1]
+    for o in range(begin, end, 4):
+        p, q, r = simd.least(o + 1, end - 1), simd.least(o + 2, end - 1), simd.least(o + 3, end - 1)
+        a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
+        for g in range(width // GROUP):
+            at, scale = g * GROUP, simd.splat_floats(x_scales[0, g])
+            a = simd.fma(simd.to_floats(_group(words, o * width + at, x, at)), scale, a)
+            b = simd.fma(simd.to_floats(_group(words, p * width + at, x, at)), scale, b)
+            c = simd.fma(simd.to_floats(_group(words, q * width + at, x, at)), scale, c)
+            d = simd.fma(simd.to_floats(_group(words, r * width + at, x, at)), scale, d)
+        out[0, o], out[0, p] = simd.sum_floats(a) * scales[o], simd.sum_floats(b) * scales[p]
+        out[0, q], out[0, r] = simd.sum_floats(c) * scales[q], simd.sum_floats(d) * scales[r]
+
+
+@inline
 def _words(words: NDArray[np.int16], at: int) -> Any:
     """128 weights."""
     for k in range(0, GROUP, 32):
@@ -197,12 +231,12 @@ def _words(words: NDArray[np.int16], at: int) -> Any:
     )  # fmt: skip
 
 
-@jit()
+@inline
 def _group(words: NDArray[np.int16], at: int, x: NDArray[np.int16], x_at: int) -> Any:
     return _sum(x, x_at, _words(words, at))
 
 
-@jit()
+@inline
 def _sum(x: NDArray[np.int16], at: int, w: Any) -> Any:
     """Exact products of 128 activations with weights."""
     total = simd.multiply_add_words(simd.load_words(x, at), w[0])
@@ -218,7 +252,7 @@ def _sum(x: NDArray[np.int16], at: int, w: Any) -> Any:
 def multiply_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: codes, table, rows, in_features, K, x, out."""
     rows, count = a[2], a[3]
-    multiply_rows(
+    _one_token(
         array(a[0], np.uint8, (rows, count)), array(a[1], np.float32, (rows, a[4])),
         array(a[5], np.float32, (1, count)), array(a[6], np.float32, (1, rows)),
         begin, end,
@@ -228,7 +262,7 @@ def multiply_step(a: Any, begin: int, end: int) -> None:
 def multiply_expanded_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: words, scales, rows, padded, x, x_scales, out."""
     rows, width = a[2], a[3]
-    multiply_expanded(
+    _one_expanded(
         array(a[0], np.int16, (rows, width)), array(a[1], np.float32, (rows,)),
         array(a[4], np.int16, (1, width)), array(a[5], np.float32, (1, width // GROUP)),
         array(a[6], np.float32, (1, rows)), begin, end,

@@ -36,20 +36,20 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
-from trapetum.kernels.cpu import memory
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu import memory, simd
+from trapetum.kernels.jit import inline, jit
 
 __all__ = ["Crew", "run"]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 _OPEN, _HELPERS, _SLEEPERS, _OPERATIONS, _COUNTERS, _COUNT, _END = range(7)
 _SPINS = 2000  # some 20 us; then a waiting thread gives the core away each time
 _LOOKS = 4000  # with a pause of 40 to 140 cycles between them
 
 
-@jit()
-def run(operations: NDArray[np.int64], counters: NDArray[np.int64], caller: bool, shared: bool) -> None:
+@inline
+def _work(operations: NDArray[np.int64], counters: NDArray[np.int64], caller: bool, shared: bool) -> None:
     """Run a program, or help to run it.
 
     Parameters
@@ -76,7 +76,7 @@ def run(operations: NDArray[np.int64], counters: NDArray[np.int64], caller: bool
         else:
             begin = memory.fetch_add(counters, k, tile) if shared else 0
             while begin < total:
-                memory.call(function, arguments, begin, min(begin + tile, total))
+                memory.call(function, arguments, begin, simd.least(begin + tile, total))
                 if shared:
                     memory.fetch_add(counters, count, 1)
                 begin = memory.fetch_add(counters, k, tile) if shared else begin + tile
@@ -92,12 +92,18 @@ def run(operations: NDArray[np.int64], counters: NDArray[np.int64], caller: bool
 
 
 @jit()
+def run(operations: NDArray[np.int64], counters: NDArray[np.int64]) -> None:
+    """Run a program alone; arguments as for a crew."""
+    _work(operations, counters, True, False)
+
+
+@jit()
 def _prepare(mutex: int, bell: int) -> None:
     memory.mutex_init(mutex, 0)
     memory.cond_init(bell, 0)
 
 
-@jit()
+@inline
 def _is_new(state: NDArray[np.int64], number: int) -> bool:
     found = memory.load_atomic(state, _OPEN)
     new: bool = (found != 0 and found != number) or memory.load_atomic(state, _END) != 0
@@ -130,11 +136,11 @@ def _serve(state: NDArray[np.int64], mutex: int, bell: int) -> None:
             count = memory.load_atomic(state, _COUNT)
             operations = memory.array(memory.load_atomic(state, _OPERATIONS), np.int64, (count, 5))
             counters = memory.array(memory.load_atomic(state, _COUNTERS), np.int64, (count + 1,))
-            run(operations, counters, False, True)
+            _work(operations, counters, False, True)
         memory.fetch_add(state, _HELPERS, -1)
 
 
-@jit()
+@inline
 def _wake(state: NDArray[np.int64], mutex: int, bell: int) -> None:
     if memory.load_atomic(state, _SLEEPERS) > 0:
         memory.mutex_lock(mutex)
@@ -151,12 +157,13 @@ def _execute(
     operations: NDArray[np.int64],
     counters: NDArray[np.int64],
 ) -> None:
-    counters[:] = 0
+    for k in range(counters.shape[0]):
+        counters[k] = 0
     state[_OPERATIONS], state[_COUNTERS] = operations.ctypes.data, counters.ctypes.data
     state[_COUNT] = operations.shape[0]
     memory.fetch_add(state, _OPEN, number)
     _wake(state, mutex, bell)
-    run(operations, counters, True, True)
+    _work(operations, counters, True, True)
     memory.fetch_add(state, _OPEN, -number)
     while memory.load_atomic(state, _HELPERS) > 0:  # they find nothing left to do
         memory.yield_cpu()

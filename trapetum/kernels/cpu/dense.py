@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.jit import inline, jit
 
 __all__ = ["multiply_bfloat16_step", "multiply_float16_step", "multiply_float32_step", "multiply_rows"]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
-@jit()
-def multiply_rows(
+@inline
+def _multiply(
     weights: NDArray[Any], x: NDArray[np.float32], out: NDArray[np.float32], begin: int, end: int
 ) -> None:
     """``out[:, begin:end] = x @ W[begin:end].T``.
@@ -49,19 +49,22 @@ def multiply_rows(
             out[m, o] = simd.sum_floats(simd.add_floats(simd.add_floats(a, b), simd.add_floats(c, d)))
 
 
+multiply_rows = jit()(_multiply)
+
+
 def multiply_float16_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: weights, rows, in_features, x, out."""
     x, out = array(a[3], np.float32, (1, a[2])), array(a[4], np.float32, (1, a[1]))
-    multiply_rows(array(a[0], np.uint16, (a[1], a[2])), x, out, begin, end)
+    _multiply(array(a[0], np.uint16, (a[1], a[2])), x, out, begin, end)
 
 
 def multiply_bfloat16_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: weights, rows, in_features, x, out."""
     x, out = array(a[3], np.float32, (1, a[2])), array(a[4], np.float32, (1, a[1]))
-    multiply_rows(array(a[0], np.int16, (a[1], a[2])), x, out, begin, end)
+    _multiply(array(a[0], np.int16, (a[1], a[2])), x, out, begin, end)
 
 
 def multiply_float32_step(a: Any, begin: int, end: int) -> None:
     """For ``kernels.cpu.program``: weights, rows, in_features, x, out."""
     x, out = array(a[3], np.float32, (1, a[2])), array(a[4], np.float32, (1, a[1]))
-    multiply_rows(array(a[0], np.float32, (a[1], a[2])), x, out, begin, end)
+    _multiply(array(a[0], np.float32, (a[1], a[2])), x, out, begin, end)

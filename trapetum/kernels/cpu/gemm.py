@@ -29,11 +29,12 @@ from numba.core import cgutils, types
 from numpy.typing import NDArray
 
 from trapetum.kernels.cpu.emit import I8, I32, Emit, operation
+from trapetum.kernels.cpu.simd import least
 from trapetum.kernels.jit import jit
 
 __all__ = ["ROWS", "TOKENS", "multiply_panels", "pack_panels"]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 ROWS, TOKENS = 12, 32  # of C that one call of :func:`_outer` adds to
 RUN = 128  # inputs: a panel of them is 16 KiB and half of the first-level cache; 64 to 512 differ by 3 %
@@ -120,7 +121,7 @@ def pack_panels(x: NDArray[np.float32], panels: NDArray[np.float32], begin: int,
     tokens, count = x.shape
     for t in range(begin, end):
         for k in range(0, count, 16):  # 2 KiB of a panel, and one line of each token
-            stop = min(k + 16, count)
+            stop = least(k + 16, count)
             for m in range(TOKENS):
                 token = t * TOKENS + m
                 if token < tokens:
@@ -131,7 +132,6 @@ def pack_panels(x: NDArray[np.float32], panels: NDArray[np.float32], begin: int,
                         panels[t, i, m] = 0
 
 
-@jit()
 def multiply_panels(
     rows: NDArray[np.float32],
     panels: NDArray[np.float32],
@@ -153,10 +153,26 @@ def multiply_panels(
         Row of the matrix that ``rows[0]`` is.
     begin, end : int
     """
+    groups = -(-rows.shape[0] // ROWS)
+    sums = np.empty(groups * (end - begin) * ROWS * TOKENS, np.float32)
+    _multiply(rows, panels, sums, out, first, begin, end)
+
+
+@jit()
+def _multiply(
+    rows: NDArray[np.float32],
+    panels: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    out: NDArray[np.float32],
+    first: int,
+    begin: int,
+    end: int,
+) -> None:
     height, count = rows.shape
     tokens = out.shape[0]
-    blocks, groups = end - begin, -(-height // ROWS)
-    sums = np.zeros(groups * blocks * ROWS * TOKENS, np.float32)
+    blocks, groups = end - begin, (height + ROWS - 1) // ROWS
+    for i in range(sums.shape[0]):
+        sums[i] = 0
     for k in range(0, count, RUN):
         for t in range(blocks):
             # the panel after this one: of the next tokens, or of the next inputs of the first ones
@@ -167,12 +183,12 @@ def multiply_panels(
                 _outer(
                     rows, r * count + k, count, height - 1 - r,
                     panels, ((begin + t) * count + k) * TOKENS, ahead * TOKENS + g % 2 * RUN * _LINE,
-                    min(RUN, count - k), sums, to,
+                    least(RUN, count - k), sums, to,
                 )  # fmt: skip
     for g in range(groups):
-        some = min(ROWS, height - g * ROWS)
+        some = least(ROWS, height - g * ROWS)
         for t in range(blocks):
             at = (g * blocks + t) * ROWS * TOKENS
-            for m in range(min(TOKENS, tokens - (begin + t) * TOKENS)):
+            for m in range(least(TOKENS, tokens - (begin + t) * TOKENS)):
                 for r in range(some):
                     out[(begin + t) * TOKENS + m, first + g * ROWS + r] = sums[at + r * TOKENS + m]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.jit import inline
 
 __all__ = [
     "add_step",
@@ -31,10 +31,10 @@ __all__ = [
     "silu_step",
 ]
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
-@jit()
+@inline
 def _exp(x: Any) -> Any:
     """e**x to 2e-7, of numbers up to 88; below -87 the smallest normal number's neighbourhood.
 
@@ -54,14 +54,14 @@ def _exp(x: Any) -> Any:
     return simd.multiply_floats(p, simd.exp2_floats(n))
 
 
-@jit()
-def exponentials(x: NDArray[np.float32]) -> None:
-    """e**x in place, of at most 88; ``x`` float32 of a multiple of 8 numbers."""
-    for i in range(0, x.shape[0], 8):
+@inline
+def exponentials(x: NDArray[np.float32], begin: int, end: int) -> None:
+    """e**x in place, of at most 88, for numbers begin .. end - 1, a multiple of 8."""
+    for i in range(begin, end, 8):
         simd.store_floats(x, i, _exp(simd.load_floats(x, i)))
 
 
-@jit()
+@inline
 def _sigmoid(x: Any) -> Any:
     """``1 / (1 + exp(-x))``; zero below -88, within 1e-38."""
     zero, top = simd.zero_floats(), simd.splat_floats(-88.0)
@@ -69,7 +69,7 @@ def _sigmoid(x: Any) -> Any:
     return simd.divide_floats(simd.splat_floats(1.0), simd.add_floats(simd.splat_floats(1.0), grown))
 
 
-@jit()
+@inline
 def _cap(x: NDArray[np.float32], begin: int, end: int, cap: np.float32) -> None:
     """``x <- cap * tanh(x / cap)`` for numbers begin .. end - 1, a multiple of 8; tanh to 1e-7 of 1."""
     twice, size = simd.splat_floats(np.float32(2) / cap), simd.splat_floats(cap)
@@ -83,7 +83,7 @@ def _cap(x: NDArray[np.float32], begin: int, end: int, cap: np.float32) -> None:
         simd.store_floats(x, i, simd.multiply_floats(simd.subtract_floats(one, part), size))
 
 
-@jit()
+@inline
 def _norm(
     x: NDArray[np.float32], at: int, count: int, weight: NDArray[np.float32], eps: float, out: Any
 ) -> None:
@@ -247,42 +247,48 @@ def append_halves_step(a: Any, begin: int, end: int) -> None:
             simd.store_halves(store, (h * capacity + position) * dim + d, v)
 
 
-@jit()
+@inline
 def _attend(
     q: NDArray[np.float32],
     keys: NDArray[Any],
     values: NDArray[Any],
     scores: NDArray[np.float32],
     out: NDArray[np.float32],
-    low: int,
-    high: int,
+    begins: Any,
     dim: int,
-    scale: np.float32,
-    cap: np.float32,
+    count: int,
+    factors: NDArray[np.float32],
     sink: np.float32,
 ) -> None:
-    """One head over positions low .. high - 1; see ``runtime.attention.attend``."""
-    count = high - low
-    whole = -(-count // 8) * 8
+    """One head over ``count`` positions; see ``runtime.attention.attend``.
+
+    All arrays are those of all heads; ``begins``: where this head's numbers begin in q and out, in keys and values (of
+    the first position), and in scores.
+    """
+    at, first, begin = begins
+    whole = (count + 7) // 8 * 8
     for p in range(count):
-        at = (low + p) * dim
         a = simd.zero_floats()
         for d in range(0, dim, 8):
-            a = simd.fma(simd.load_floats(q, d), simd.load_floats(keys, at + d), a)
-        scores[p] = simd.sum_floats(a) * scale
-    scores[count:whole] = 0
-    if cap > 0:
-        _cap(scores, 0, whole, cap)
+            a = simd.fma(simd.load_floats(q, at + d), simd.load_floats(keys, first + p * dim + d), a)
+        scores[begin + p] = simd.sum_floats(a) * factors[0]
+    if factors[1] > 0:
+        for p in range(count, whole):
+            scores[begin + p] = 0
+        _cap(scores, begin, begin + whole, factors[1])
     top = sink
     for p in range(count):
-        top = max(top, scores[p])
+        score = scores[begin + p]
+        top = score if score > top else top
     for p in range(count):
-        scores[p] -= top
-    scores[count:whole] = np.float32(-100)
-    exponentials(scores[:whole])
-    scores[count:whole] = 0
+        scores[begin + p] -= top
+    for p in range(count, whole):
+        scores[begin + p] = np.float32(-100)
+    exponentials(scores, begin, begin + whole)
+    for p in range(count, whole):
+        scores[begin + p] = 0
     total = simd.zero_floats()
-    for p in range(0, whole, 8):
+    for p in range(begin, begin + whole, 8):
         total = simd.add_floats(total, simd.load_floats(scores, p))
     weight = simd.sum_floats(total)
     if sink > -np.inf:
@@ -291,42 +297,29 @@ def _attend(
     for d in range(0, dim, 8):
         a, b = simd.zero_floats(), simd.zero_floats()
         for p in range(0, count - 1, 2):
-            at = (low + p) * dim + d
-            a = simd.fma(simd.splat_floats(scores[p]), simd.load_floats(values, at), a)
-            b = simd.fma(simd.splat_floats(scores[p + 1]), simd.load_floats(values, at + dim), b)
+            to = first + p * dim + d
+            a = simd.fma(simd.splat_floats(scores[begin + p]), simd.load_floats(values, to), a)
+            b = simd.fma(simd.splat_floats(scores[begin + p + 1]), simd.load_floats(values, to + dim), b)
         if count % 2:
-            at = (high - 1) * dim + d
-            a = simd.fma(simd.splat_floats(scores[count - 1]), simd.load_floats(values, at), a)
-        simd.store_floats(out, d, simd.multiply_floats(simd.add_floats(a, b), inverse))
+            to = first + (count - 1) * dim + d
+            a = simd.fma(simd.splat_floats(scores[begin + count - 1]), simd.load_floats(values, to), a)
+        simd.store_floats(out, at + d, simd.multiply_floats(simd.add_floats(a, b), inverse))
 
 
-@jit()
+@inline
 def _attend_heads(kind: Any, a: Any, begin: int, end: int) -> None:
     heads, kv_heads, dim, capacity, room, window = a[5], a[6], a[7], a[8], a[9], a[10]
     position = array(a[11], np.int64, (1,))[0]
-    q, out = array(a[0], np.float32, (heads, dim)), array(a[4], np.float32, (heads, dim))
-    keys, values = (
-        array(a[1], kind, (kv_heads, capacity * dim)),
-        array(a[2], kind, (kv_heads, capacity * dim)),
-    )
-    scores = array(a[3], np.float32, (heads, room))
+    q, out = array(a[0], np.float32, (heads * dim,)), array(a[4], np.float32, (heads * dim,))
+    kept = kv_heads * capacity * dim
+    keys, values = array(a[1], kind, (kept,)), array(a[2], kind, (kept,))
+    scores = array(a[3], np.float32, (heads * room,))
     factors, sinks = array(a[12], np.float32, (2,)), array(a[13], np.float32, (heads,))
-    low = 0 if window == 0 else max(0, position + 1 - window)
+    low = 0 if window == 0 or position < window else position + 1 - window
     for h in range(begin, end):
-        k = h * kv_heads // heads
-        _attend(
-            q[h],
-            keys[k],
-            values[k],
-            scores[h],
-            out[h],
-            low,
-            position + 1,
-            dim,
-            factors[0],
-            factors[1],
-            sinks[h],
-        )
+        first = (h * kv_heads // heads * capacity + low) * dim
+        begins = (h * dim, first, h * room)
+        _attend(q, keys, values, scores, out, begins, dim, position + 1 - low, factors, sinks[h])
 
 
 def attend_step(a: Any, begin: int, end: int) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
-from numba.core import types
-from numba.extending import intrinsic, register_jitable
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 __all__ = [
     "array",
@@ -25,8 +25,8 @@ __all__ = [
     "mutex_lock",
     "mutex_unlock",
     "pause",
-    "pointer",
     "row_product",
+    "scratch",
     "yield_cpu",
 ]
 
@@ -40,20 +40,41 @@ def _operation(define: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_operation
-def pointer(context: Any, address: Any, kind: Any) -> Any:
-    """An address as a pointer to ``kind`` (a NumPy scalar type), for ``numba.carray``."""
-    signature = types.CPointer(kind.dtype)(types.intp, kind)  # type: ignore[no-untyped-call]
+def array(context: Any, address: Any, kind: Any, shape: Any) -> Any:
+    """The C-contiguous array of a NumPy scalar type at an address; ``shape`` is a tuple."""
+    count = len(shape)
+    made = types.Array(kind.dtype, count, "C")
+    signature = made(types.intp, kind, types.UniTuple(types.intp, count))  # type: ignore[no-untyped-call]
 
     def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], target.get_value_type(sig.return_type))
+        sizes: Any = cgutils.unpack_tuple(builder, values[2], count)  # type: ignore[no-untyped-call]
+        return _array(target, builder, made, values[0], sizes)
 
     return signature, lower
 
 
-@register_jitable
-def array(address: int, kind: Any, shape: Any) -> Any:
-    """The C-contiguous array of a NumPy scalar type at an address."""
-    return carray(pointer(address, kind), shape)
+@_operation
+def scratch(context: Any, count: Any) -> Any:
+    """float32 [1, count] on the stack until the function returns; not to be called in a loop."""
+    made = types.Array(types.float32, 2, "C")
+
+    def lower(target: Any, builder: Any, sig: Any, values: Any) -> Any:
+        room = builder.alloca(ir.FloatType(), size=values[0])
+        room.align = 32
+        return _array(target, builder, made, builder.ptrtoint(room, _I64), [_I64(1), values[0]])
+
+    return made(types.intp), lower
+
+
+def _array(target: Any, builder: Any, kind: Any, address: Any, sizes: Any) -> Any:
+    made: Any = target.make_array(kind)(target, builder)
+    each = target.get_abi_sizeof(target.get_data_type(kind.dtype))
+    strides = [_I64(each)]
+    for size in sizes[:0:-1]:
+        strides.insert(0, builder.mul(strides[0], size))
+    data = builder.inttoptr(address, made.data.type)
+    populate_array(made, data, sizes, strides, each, None)  # type: ignore[no-untyped-call]
+    return made._getvalue()
 
 
 @_operation

@@ -133,7 +133,7 @@ class Pool:
         from trapetum.kernels.cpu.crew import Crew, run
 
         if self.threads == 1:
-            run(operations, counters, True, False)
+            run(operations, counters)
             return
         with self._crew_lock:
             if self._crew is None or self._crew.process != os.getpid():

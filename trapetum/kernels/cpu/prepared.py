@@ -25,7 +25,7 @@ from trapetum.kernels.cpu import (
     pages,
     ternary,
 )
-from trapetum.kernels.cpu.activations import GROUP, block_sums, byte_form, padded, split_form, word_form
+from trapetum.kernels.cpu.activations import GROUP, byte_form, padded, split_form, sums_form, word_form
 from trapetum.kernels.cpu.pool import Pool
 
 __all__ = [
@@ -75,9 +75,7 @@ class Activations:
         """Sums of the rounded activations of every ``size`` inputs, float32; columns a multiple of 8."""
         if size not in self._made:
             q, scales = self.words
-            out = np.empty((q.shape[0], -(-q.shape[1] // size // 8) * 8), np.float32)
-            block_sums(q, scales, size, out)
-            self._made[size] = (out,)
+            self._made[size] = (sums_form(q, scales, size),)
         made: Floats = self._made[size][0]
         return made
 

@@ -41,15 +41,18 @@ __all__ = [
     "add_ints",
     "add_words",
     "and_bytes",
+    "copy_eight",
     "divide_floats",
     "dot_bytes",
     "exp2_floats",
     "fingerprint",
+    "float_of_bits",
     "fma",
     "high_halves",
     "high_ints",
     "interleave_high",
     "interleave_low",
+    "least",
     "load_byte_ints",
     "load_bytes",
     "load_floats",
@@ -62,6 +65,7 @@ __all__ = [
     "look_up_in_eight",
     "low_halves",
     "low_ints",
+    "magnitude_bits",
     "max_floats",
     "min_floats",
     "multiply_add_words",
@@ -80,6 +84,7 @@ __all__ = [
     "spread_two",
     "store_floats",
     "store_halves",
+    "store_integer",
     "stream",
     "subtract_floats",
     "sum_floats",
@@ -224,6 +229,42 @@ def stream(e: Emit, array: Any, index: Any) -> Any:
     _ask(e, e.builder.gep(pointer, [ir.IntType(64)(_NEAR)]), 3)
     _ask(e, e.builder.gep(pointer, [ir.IntType(64)(_FAR)]), 2)
     return e.context.get_dummy_value()
+
+
+# ---------------------------------------------------------------------------- single numbers
+@operation(types.uint32, None, types.intp)
+def magnitude_bits(e: Emit, array: Any, index: Any) -> Any:
+    """Bits of ``|array[index]|`` of a float32 array: as integers they compare like the numbers."""
+    return e.builder.and_(e.load(e.address(array, index), I32), I32(0x7FFFFFFF))
+
+
+@operation(types.float32, types.uint32)
+def float_of_bits(e: Emit, bits: Any) -> Any:
+    """The float32 that has these bits."""
+    return e.builder.bitcast(bits, F32)
+
+
+@operation(types.void, None, types.intp, types.int32)
+def store_integer(e: Emit, array: Any, index: Any, value: Any) -> Any:
+    """Write one number that an array of int8 or int16 holds."""
+    pointer = e.address(array, index)
+    e.builder.store(e.builder.trunc(value, pointer.type.pointee), pointer)
+    return e.context.get_dummy_value()
+
+
+@operation(types.void, None, types.intp, None, types.intp)
+def copy_eight(e: Emit, given: Any, at: Any, out: Any, to: Any) -> Any:
+    """Copy eight bytes from element ``at`` of one array to element ``to`` of another."""
+    kind = ir.IntType(64)
+    pointer = e.builder.bitcast(e.address(out, to, 2), kind.as_pointer())
+    e.builder.store(e.load(e.address(given, at), kind), pointer).align = 1
+    return e.context.get_dummy_value()
+
+
+@operation(types.intp, types.intp, types.intp)
+def least(e: Emit, a: Any, b: Any) -> Any:
+    """The smaller index; numba compiles a function of its own for each ``min``."""
+    return e.builder.select(e.builder.icmp_signed("<", a, b), a, b)
 
 
 # ---------------------------------------------------------------------------- constants

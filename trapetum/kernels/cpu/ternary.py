@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from trapetum.kernels.cpu import simd
 from trapetum.kernels.cpu.activations import GROUP
-from trapetum.kernels.cpu.memory import array
-from trapetum.kernels.jit import jit
+from trapetum.kernels.cpu.memory import array, scratch
+from trapetum.kernels.jit import inline, jit
 
 __all__ = [
     "decode_rows",
@@ -42,7 +42,7 @@ __all__ = [
 
 _BLOCKS = (32, 64, GROUP, 0)
 
-SIMD = "f25ed7cbbe6f134f"  # simd.fingerprint(): a new one makes numba compile this file again
+SIMD = "ce3020bb72a775c0"  # simd.fingerprint(): a new one makes numba compile this file again
 
 
 @jit()
@@ -59,18 +59,19 @@ def pack_codes(codes: NDArray[np.uint8], size: int, out: NDArray[np.uint8]) -> N
         Written; beyond ``in_features`` code 1, which is zero.
     """
     count = codes.shape[1]
-    block = min(size, GROUP)
+    block = simd.least(size, GROUP)
     each = block // 4
     for o in range(codes.shape[0]):
         line, row = out[o], codes[o]
-        line[:] = 0x55
+        for i in range(line.shape[0]):
+            line[i] = 0x55
         for i in range(count):
             within = i % block
             at = (i >> 7) * 32 + i % GROUP // block * each + within % each
             line[at] ^= (row[i] ^ np.uint8(1)) << np.uint8(within // each * 2)
 
 
-@jit()
+@inline
 def _fields(codes: NDArray[np.uint8], at: int) -> Any:
     """128 codes: four vectors of 32."""
     three = simd.splat_bytes(3)
@@ -83,7 +84,7 @@ def _fields(codes: NDArray[np.uint8], at: int) -> Any:
     )
 
 
-@jit()
+@inline
 def _group_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], quad: int) -> Any:
     """Products of 128 weights, before their scales."""
     total = simd.dot_bytes(
@@ -94,7 +95,7 @@ def _group_sum(u: Any, x: NDArray[np.int8], at: int, quads: NDArray[np.int32], q
     return simd.to_floats(total)
 
 
-@jit(forceinline=True)
+@inline
 def _group_scales(block: int, scales: NDArray[Any], row: int, g: int, size: int) -> Any:
     """Scales of the eight sums of a group; ``row`` is where the scales of the row begin. ``block`` as below."""
     if block == 32:
@@ -106,7 +107,7 @@ def _group_scales(block: int, scales: NDArray[Any], row: int, g: int, size: int)
     return simd.splat_floats(simd.scalar(scales, row + g * GROUP // size))
 
 
-@jit(forceinline=True)
+@inline
 def _part(block: int, arguments: Any, o: int, g: int, total: Any) -> Any:
     """Add the products of a group of row ``o`` with one token."""
     codes, scales, size, x, x_scales, quads = arguments
@@ -119,7 +120,7 @@ def _part(block: int, arguments: Any, o: int, g: int, total: Any) -> Any:
     return simd.fma(part, simd.multiply_floats(scale, simd.splat_floats(x_scales[0, g])), total)
 
 
-@jit(forceinline=True)
+@inline
 def _one_token(block: int, arguments: Any, out: NDArray[np.float32], begin: int, end: int) -> None:
     """Products of rows with one token; ``block``: 32, 64, 128, or 0 for larger ones.
 
@@ -130,7 +131,8 @@ def _one_token(block: int, arguments: Any, out: NDArray[np.float32], begin: int,
     groups = arguments[3].shape[1] // GROUP
     apart = (end - begin + 3) // 4
     for o in range(begin, begin + apart):
-        p, q, r = min(o + apart, end - 1), min(o + 2 * apart, end - 1), min(o + 3 * apart, end - 1)
+        p, q = simd.least(o + apart, end - 1), simd.least(o + 2 * apart, end - 1)
+        r = simd.least(o + 3 * apart, end - 1)
         a, b, c, d = simd.zero_floats(), simd.zero_floats(), simd.zero_floats(), simd.zero_floats()
         for g in range(groups):
             a, b = _part(block, arguments, o, g, a), _part(block, arguments, p, g, b)
@@ -139,7 +141,7 @@ def _one_token(block: int, arguments: Any, out: NDArray[np.float32], begin: int,
         out[0, q], out[0, r] = simd.sum_floats(c), simd.sum_floats(d)
 
 
-@jit()
+@inline
 def _some_tokens(
     codes: NDArray[np.uint8],
     scales: NDArray[Any],
@@ -154,9 +156,10 @@ def _some_tokens(
     tokens, width = x.shape
     groups, count = width // GROUP, scales.shape[1]
     block = size if size <= GROUP else 0
-    sums = np.empty(tokens * 8, np.float32)
+    sums = scratch(tokens * 8)
     for o in range(begin, end):
-        sums[:] = 0
+        for m in range(tokens):
+            simd.store_floats(sums, m * 8, simd.zero_floats())
         for g in range(groups):
             at = (o * groups + g) * 32
             simd.stream(codes, at)
@@ -167,6 +170,9 @@ def _some_tokens(
                 simd.store_floats(sums, m * 8, simd.fma(part, both, simd.load_floats(sums, m * 8)))
         for m in range(tokens):
             out[m, o] = simd.sum_floats(simd.load_floats(sums, m * 8))
+
+
+_several = jit()(_some_tokens)
 
 
 def _one_token_function(block: int) -> Callable[..., None]:
@@ -210,7 +216,7 @@ def multiply_rows(
         Written in these columns only.
     begin, end : int
     """
-    function = _ONE_TOKEN[_block(size)] if x.shape[0] == 1 else _some_tokens
+    function = _ONE_TOKEN[_block(size)] if x.shape[0] == 1 else _several
     function(codes, scales, size, x, x_scales, quads, out, begin, end)
 
 
@@ -235,7 +241,7 @@ def decode_rows(
     rows, count = out.shape
     groups, per_row = codes.shape[1] // 32, scales.shape[1]
     none, one, three = simd.zero_bytes(), simd.splat_words(np.int16(-1)), simd.splat_bytes(3)
-    block = min(size, GROUP)
+    block = simd.least(size, GROUP)
     each = block // 4
     for r in range(rows):
         o = begin + r
