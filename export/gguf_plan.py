@@ -38,7 +38,7 @@ from trapetum.export.latents import LatentView, split_latents
 from trapetum.export.plan import ExportRequest, ExportRow, refuse_existing, same_tensor
 from trapetum.export.stacks import StackedExperts, stacked
 from trapetum.formats.artifact import Artifact
-from trapetum.formats.checksums import GGUF_SUMS, gguf_sums
+from trapetum.formats.checksums import GGUF_SUMS, gguf_sums, is_listable
 from trapetum.formats.decoded import rotation_of
 from trapetum.formats.gguf_names import FAMILIES, Family, gguf_name
 from trapetum.formats.gguf_rotation import rotation_pairs
@@ -428,7 +428,13 @@ def _refuse_existing(request: ExportRequest) -> None:
     out = request.out
     if not is_file(out):
         refuse_existing(out, _KNOWN, overwrite=request.overwrite)
-    elif not request.overwrite and (found := [*family(out), *filter(Path.exists, [gguf_sums(out)])]):
+        return
+    if not is_listable(out.name):
+        raise OutputError(
+            f"{out}: the file's name is not UTF-8 or has a line break, which no list of checksums holds",
+            hint="Choose another name with -o.",
+        )
+    if not request.overwrite and (found := [*family(out), *filter(Path.exists, [gguf_sums(out)])]):
         raise OutputError(
             f"{found[0]}: exists", hint="Give --overwrite to replace the model, or another name with -o."
         )

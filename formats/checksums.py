@@ -22,6 +22,7 @@ __all__ = [
     "check_files",
     "file_sha256",
     "gguf_sums",
+    "is_listable",
     "log_fault",
     "log_seal",
     "parse_sums",
@@ -65,6 +66,17 @@ def sums_bytes(sums: Mapping[str, str]) -> bytes:
     '1111  a'
     """
     return "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())).encode()
+
+
+def is_listable(name: str) -> bool:
+    """Whether a list can hold the name of a file: UTF-8 on one line.
+
+    Examples
+    --------
+    >>> is_listable("a b.gguf"), is_listable("a\\nb"), is_listable("\\udcff")
+    (True, False, False)
+    """
+    return "\n" not in name and not any("\ud800" <= c <= "\udfff" for c in name)
 
 
 def parse_sums(path: Path) -> dict[str, str]:

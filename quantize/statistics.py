@@ -7,6 +7,7 @@ used ones are kept.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 from collections import OrderedDict
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trapetum.errors import OutputError, RecipeError, TrapetumError
+from trapetum.formats.atomic import disk_errors
 from trapetum.formats.imatrix import InputStatistics, MomentsWriter, open_statistics, write_imatrix
 from trapetum.quantize.hessian import ENOUGH_TOKENS, MIN_TOKENS, Hessian, damping_for
 from trapetum.rotation import HadamardRotation
@@ -283,7 +285,7 @@ def collect_moments(
     from trapetum.kernels.cpu.pool import Pool
     from trapetum.runtime.calibrate import calibration_ids, collect, distinct_inputs
 
-    _refuse_existing(out, overwrite=overwrite)
+    _check_output(out, overwrite=overwrite)
     with open_source(model) if isinstance(model, Path) else contextlib.nullcontext(model) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")
@@ -298,8 +300,15 @@ def collect_moments(
             pool.close()
 
 
-def _refuse_existing(out: Path, *, overwrite: bool) -> None:
-    """Only an importance file is ever replaced: a slip in the name must not cost weights or a text."""
+def _check_output(out: Path, *, overwrite: bool) -> None:
+    """Only an importance file is ever replaced: a slip in the name must not cost weights or a text.
+
+    A folder that cannot be written is found here, not behind hours of work.
+    """
+    with disk_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(out.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     if not os.path.lexists(out):
         return
     if not overwrite:
@@ -335,7 +344,7 @@ def collect_importance(
     from trapetum.kernels.cpu.pool import Pool
     from trapetum.runtime.calibrate import calibration_ids, collect
 
-    _refuse_existing(out, overwrite=overwrite)
+    _check_output(out, overwrite=overwrite)
     with open_source(model) as source:
         ids = calibration_ids(source, read_text(text), tokens)
         progress.note(f"calibrating on {ids.size:,} tokens of {text}")

@@ -97,6 +97,9 @@ def test_outputs_are_protected(artifact, tmp_path):
     (out / "photo.png").write_bytes(b"x")
     with pytest.raises(OutputError, match="photo"):
         export_artifact(artifact, "gguf", out, overwrite=True)
+    for name in ("a\nb.gguf", "a\udcff.gguf"):
+        with pytest.raises(OutputError, match="no list of checksums holds"):
+            export_artifact(artifact, "gguf", tmp_path / name)
 
 
 def test_a_gguf_is_a_model_too(artifact, tmp_path):

@@ -20,7 +20,7 @@ from trapetum.progress import Progress
 from trapetum.quantize.job import quantize_model
 from trapetum.quantize.plan import make_plan
 from trapetum.quantize.recipe import resolve_recipe
-from trapetum.quantize.statistics import Statistics
+from trapetum.quantize.statistics import Statistics, collect_importance
 from trapetum.runtime.calibrate import collect, distinct_inputs
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -209,3 +209,21 @@ def test_a_text_that_is_none_is_refused_before_a_job_is_begun(
     with pytest.raises(TrapetumError, match=text):
         quantize_model(make_model(), tmp_path / "out", calibrate=tmp_path / "text.txt")
     assert not (tmp_path / "out/.trapetum/job.json").exists()
+
+
+def test_an_importance_file_that_cannot_be_written_is_refused_before_the_pass(
+    demo_model: Path, demo_text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(OutputError, match="cannot be written"):
+        collect_importance(demo_model, demo_text, tmp_path / "file/x.gguf", tokens=64, progress=NoPass())
+    collect_importance(demo_model, demo_text, tmp_path / "new/x.gguf", tokens=64, progress=Progress())
+    with open_statistics(tmp_path / "new/x.gguf") as found:
+        assert found.kind == "gguf"
+
+
+class NoPass(Progress):
+    """Nothing may begin."""
+
+    def begin(self, stage: str, total: int, unit: str = "B") -> None:
+        raise AssertionError(stage)
