@@ -67,6 +67,29 @@ def test_a_finished_artifact_of_other_settings_is_no_success(jobs: Path, tmp_pat
     assert first.out == str(tmp_path / "made" / "a")
 
 
+def test_what_a_format_refuses_is_said_before_the_work(jobs: Path, tmp_path: Path) -> None:
+    job = read_jobs(jobs)[2].model_copy(update={"export": ("mtp",)})
+    (outcome,) = run_batch([job])
+    assert outcome.status == "failed"
+    assert not Path(job.out).exists()
+    (tmp_path / "made" / "c-hf").mkdir(parents=True)
+    (tmp_path / "made" / "c-hf" / "mine").touch()
+    (outcome,) = run_batch([job.model_copy(update={"export": ("hf",)})])
+    assert "exists" in str(outcome.error)
+    assert not Path(job.out).exists()
+
+
+def test_a_fault_of_ours_in_one_job_costs_no_other(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ValueError("a codebook\nis wrong")
+
+    monkeypatch.setattr("trapetum.quantize.job.quantize_model", fail)
+    code, data = call(jobs)
+    assert code == 1
+    assert [j["status"] for j in data["jobs"]] == ["failed"] * 3
+    assert data["jobs"][0]["error"] == "internal error: ValueError: a codebook is wrong"
+
+
 def test_every_option_of_quantize_is_a_key() -> None:
     """But those that mean one run of one process, and the token, which does not belong into a file."""
     options = set(inspect.signature(quantize_model).parameters)

@@ -199,6 +199,10 @@ def run_batch(
             outcome = _failed(job, started, error.message, error.hint)
         except (OSError, MemoryError) as error:
             outcome = _failed(job, started, f"{type(error).__name__}: {error}", None)
+        except Exception as error:  # a fault of ours in one job costs no other
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            hint = "This is a bug in trapetum: run this model alone with --debug and report the traceback."
+            outcome = _failed(job, started, f"internal error: {said}", hint)
         outcomes.append(outcome)
         if told is not None:
             told(outcome)
@@ -217,6 +221,7 @@ def _run(job: BatchJob, token: str | None, progress: Progress, started: float) -
     bpw = error = None
     made = not _is_done(job)
     if made:
+        _check_exports(job, token, progress)
         options = job.model_dump(exclude={"model", "out", "export"})
         report = quantize_model(job.model, out, token=token, progress=progress, **options)
         bpw, error = report.bpw, report.mean_relative_error
@@ -231,6 +236,20 @@ def _run(job: BatchJob, token: str | None, progress: Progress, started: float) -
             exports.append(str(written))
     status: Literal["done", "was done"] = "done" if made or exports else "was done"
     return Outcome(job.model, job.out, status, time.monotonic() - started, bpw, error, exports=tuple(exports))
+
+
+def _check_exports(job: BatchJob, token: str | None, progress: Progress) -> None:
+    """Plan the exports on the model: what a format refuses is said before hours of work, not behind them."""
+    from trapetum.export import plan_export
+    from trapetum.hub import resolve_model
+
+    out = Path(job.out)
+    # What planes hold depends on the scheme alone; the weights of a streamed model are never here as a whole.
+    for format in () if job.stream_download else job.export:
+        if format != "planes":
+            model = resolve_model(job.model, revision=job.revision, token=token, progress=progress)
+            with plan_export(model, format, out.with_name(f"{out.name}-{format}"), overwrite=job.overwrite):
+                pass
 
 
 def _is_done(job: BatchJob) -> bool:
