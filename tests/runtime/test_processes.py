@@ -101,6 +101,33 @@ def test_kernels_of_a_model_compile_in_fifteen_seconds(
     cpu_limit.check(cold - warm, 15)
 
 
+_COUNT = """
+import sys
+from numba.core.codegen import JITCodeLibrary
+count, finish = 0, JITCodeLibrary._finalize_specific
+def counted(library):
+    global count
+    count += 1
+    finish(library)
+JITCodeLibrary._finalize_specific = counted
+import trapetum
+with trapetum.load(sys.argv[1], threads=2, precision="fast") as model:
+    model.generate([(7 * i + 3) % 200 for i in range(39)], 4, stop_ids=())
+print(count)
+"""
+
+
+@pytest.mark.slow
+def test_a_first_start_translates_whole_kernels_only(artifact: Path, tmp_path: Path) -> None:
+    # What a first start costs on any machine: each translation is some 60 ms, 71 of them were half of its time.
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT, str(artifact)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert 9 < int(done.stdout) <= 22
+
+
 @pytest.mark.slow
 def test_a_cpu_without_avx2_generates(artifact: Path, expected: list[int], tmp_path: Path) -> None:
     found = work(
