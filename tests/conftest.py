@@ -43,10 +43,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("trapetum")
 
 # What the machine says to programs, and tests must say themselves: the share of a batch system's task, a Hub and a
-# token, a switch that shows tracebacks. Servers of tests are on the loopback, which no proxy reaches.
+# token, switches that show tracebacks and warnings. Servers of tests are on the loopback, which no proxy reaches.
 _SPOKEN = (
     *("SLURM_", "JOB_COMPLETION_INDEX", "TRAPETUM_PART", "TRAPETUM_DEBUG", "DASK_"),
-    *("HF_", "HUGGING", "TRANSFORMERS_"),
+    *("HF_", "HUGGING", "TRANSFORMERS_", "PYTHONWARNINGS", "PYTHONDEVMODE"),
 )
 for _name in [name for name in os.environ if name.startswith(_SPOKEN)]:
     del os.environ[_name]

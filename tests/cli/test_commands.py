@@ -316,7 +316,7 @@ def test_a_stopped_job_can_be_inspected_and_goes_on(
     out = tmp_path / "out"
     arguments = ["quantize", str(demo_model), "-o", str(out), str(int(number))]
     done = subprocess.run(
-        [sys.executable, "-c", _STOPPED, *arguments], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", _STOPPED, *arguments], capture_output=True, text=True, check=False, timeout=300
     )
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     data = _json("inspect", out)

@@ -211,7 +211,7 @@ def test_in_a_browser(artifact: Path, tmp_path: Path) -> None:
         command = [str(CHROMIUM), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
         command += ["--disable-dev-shm-usage"]  # containers have 64 MB of it
         command += [f"--user-data-dir={tmp_path / 'profile'}", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
     for size, scheme, paper in (
         (390, 1, "rgb(255, 255, 255)"),

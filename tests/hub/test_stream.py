@@ -339,7 +339,7 @@ def test_the_end_of_a_job_ends_a_download(hub: Any, repo: str, tmp_path: Path) -
 
         thread = threading.Thread(target=fetch)
         thread.start()
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
         assert type(caught[0]).__name__ == "Abandoned"
 
@@ -368,7 +368,7 @@ def test_killed_again_and_again(
                 kills += 1
                 break
         process.stderr.read()
-        process.wait(60)
+        process.wait(300)
     assert kills == 4
     assert not (out / "trapetum.json").exists()
     hub.delay = 0.0

@@ -55,7 +55,7 @@ def run(
         json.dumps(options),
         *(stop or ("none", "", "0")),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_the_command_line_exits_with_143(
             process.terminate()
             break
     process.stderr.read()
-    assert process.wait(60) == 143
+    assert process.wait(300) == 143
     assert not (out / "trapetum.json").exists()
 
 
