@@ -280,6 +280,13 @@ def test_a_wrong_fused_kernel_is_found(made, monkeypatch, tokens):
     assert "fused product of Codebook16" in report.checks[1].detail
 
 
+def test_a_gguf_as_source_is_turned_as_the_job_turned_it(made, tmp_path):
+    gguf = trapetum.export_artifact(made / "artifact", "gguf", tmp_path / "m.gguf", gguf_type="F16")
+    trapetum.quantize_model(gguf, tmp_path / "out", bits=4, effort="fast", rotate="residual")
+    report = verify_path(tmp_path / "out", source=gguf)
+    assert results(report) == {"integrity": True, "decoder": True, "reconstruction": True, "logits": None}
+
+
 def test_an_untrained_model_may_guess_as_its_source_does(tmp_path, demo_model, demo_text):
     """Random weights, as in models that projects test with: worse than guessing, and right all the same."""
     model = tmp_path / "model"

@@ -39,6 +39,7 @@ from trapetum.formats.artifact import Artifact
 from trapetum.formats.cbk import CbkFile, padded_vocab
 from trapetum.formats.checkpoint import Checkpoint
 from trapetum.formats.checksums import check_files, gguf_sums
+from trapetum.formats.gguf_checkpoint import GgufCheckpoint
 from trapetum.formats.gguf_source import GgufSource
 from trapetum.formats.manifest import SUMS
 from trapetum.formats.source import TensorSource, open_source
@@ -190,7 +191,11 @@ def _open(path: Path, source: TensorSource | None) -> TensorSource:
 def _in_its_basis(source: TensorSource | None, opened: TensorSource) -> TensorSource | None:
     """The source as the job read it: turned, where the artifact's recipe says so."""
     recipe = opened.manifest["recipe"] if isinstance(opened, Artifact) else {}
-    if not isinstance(source, Checkpoint | CheckpointView) or recipe.get("rotate") is None:
+    if recipe.get("rotate") is None:
+        return source
+    if isinstance(source, GgufSource):
+        source = GgufCheckpoint(source)
+    if not isinstance(source, Checkpoint | CheckpointView | GgufCheckpoint):
         return source
     return RotatedCheckpoint(source, resolve(source.config), recipe["seed"])
 
