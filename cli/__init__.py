@@ -10,6 +10,16 @@ an option is one line in that function's signature.
 
 from __future__ import annotations
 
-from trapetum.cli.app import main
+import sys
 
 __all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; a Ctrl-C while its modules are loaded ends as a later one does."""
+    try:
+        from trapetum.cli.app import main as run
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+    run()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trapetum.errors import UnsupportedModelError, listed, located
 from trapetum.formats.checkpoint import Checkpoint
-from trapetum.models.architectures import Architecture, Role, resolve, with_tied
+from trapetum.models.architectures import MATRIX_KINDS, Architecture, Role, resolve, with_tied
 from trapetum.models.residual import RotatedCheckpoint
 from trapetum.quantize.additive_intake import AdditiveAsIs
 from trapetum.quantize.block_scheme import BlocksAsIs
@@ -356,7 +356,8 @@ def _fit_rows(
             hint=f"{fits}. Give these tensors a rule, or allow fallbacks.",
         )
     notes = [
-        f"{misfit}: {len(names)} tensors take {taken} instead of {label}: {', '.join(names[:4])}"
+        f"{misfit}: {len(names)} {'tensors take' if len(names) > 1 else 'tensor takes'} {taken} instead of {label}: "
+        + ", ".join(names[:4])
         + (", ..." if len(names) > 4 else "")
         for (label, misfit, taken), names in moved.items()
     ]
@@ -376,7 +377,7 @@ def _fitting(length: int) -> list[str]:
 
 
 def _kept_notes(rows: tuple[PlanRow, ...]) -> list[str]:
-    """What is stored though no part of the model: buffers and unknown tensors, by name."""
+    """What is stored though no part of the model, or not quantized though a weight: by name."""
     texts = {
         "buffer": "buffers that code recomputes; kept as they are",
         "other": "tensors that the architecture does not know; kept as they are",
@@ -388,6 +389,12 @@ def _kept_notes(rows: tuple[PlanRow, ...]) -> list[str]:
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             size = sum(r.nbytes for r in rows if r.role.kind == kind)
             notes.append(f"{len(names)} {text} ({size:,} bytes): {shown}")
+    whole = [r for r in rows if r.role.kind in MATRIX_KINDS and not (r.quantized or r.dtype.name in FLOATS)]
+    if whole:
+        notes.append(
+            f"weights of integers are kept as they are: {whole[0].name} ({whole[0].dtype.name})"
+            + (f" and {len(whole) - 1} more" if len(whole) > 1 else "")
+        )
     return notes
 
 

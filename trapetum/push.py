@@ -135,8 +135,7 @@ def push_artifact(
     except HFValidationError as error:
         raise explained(repo, repo, error, OutputError, "upload") from None
     with Artifact.open(path) as artifact:
-        problems = [] if dry_run else artifact.check_sums(progress)
-        if problems:
+        if problems := artifact.check_sums(progress):
             raise OutputError(
                 f"{path}: is damaged and not pushed: {problems[0]}", hint=f"See trapetum verify {path}."
             )

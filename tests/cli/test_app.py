@@ -61,6 +61,17 @@ def test_help_loads_nothing_heavy() -> None:
     assert "quantize" in done.stdout
 
 
+def test_ctrl_c_while_modules_are_loaded() -> None:
+    code = (
+        "import sys\nfrom trapetum.cli import main\n"
+        "class Stop:\n    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer':\n            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
 def test_help_is_cheap(cpu_limit: Any) -> None:
     spent = [measured(sys.executable, "-m", "trapetum", "--help").cpu_seconds for _ in range(3)]
     cpu_limit.check(min(spent), 0.6)  # 0.12 s measured; the budget is 0.3

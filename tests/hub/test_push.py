@@ -242,8 +242,9 @@ def test_what_is_not_pushed(
         push_artifact(artifact, REPO, dry_run=True)
     tokenizer = artifact / "tokenizer.json"
     tokenizer.write_bytes(tokenizer.read_bytes() + b" ")
-    with pytest.raises(OutputError, match="is damaged and not pushed"):
-        push_artifact(artifact, REPO)
+    for dry_run in (False, True):
+        with pytest.raises(OutputError, match="is damaged and not pushed"):
+            push_artifact(artifact, REPO, dry_run=dry_run)
     assert hub.requests == []
 
 

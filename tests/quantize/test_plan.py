@@ -64,6 +64,13 @@ def test_what_is_no_matrix_of_floats_is_kept_whatever_a_rule_says(make_model: Ma
     assert "model.extra.é/你 好.weight" in notes
 
 
+def test_a_weight_of_integers_is_kept_and_named(make_model: Callable[..., Path]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with Checkpoint.open(make_model(change={name: np.ones((64, 64), np.int32)})) as source:
+        plan = make_plan(source, resolve_recipe(bits=4))
+    assert f"weights of integers are kept as they are: {name} (int32)" in plan.notes
+
+
 def test_all_offenders_are_named_at_once(make_model: Make) -> None:
     folder = make_model(
         change={
