@@ -183,6 +183,10 @@ def test_refusals_leave_nothing(model, tmp_path):
     with pytest.raises(OutputError, match="exists"):
         trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk())
     assert [p.name for p in tmp_path.iterdir()] == ["work-cbk"]
+    with pytest.raises(OutputError, match="no list of checksums"):
+        trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk(overwrite=True))
+    assert [p.name for p in tmp_path.iterdir()] == ["work-cbk"]
+    (tmp_path / "work-cbk/manifest.json").write_text("of an export")
     trapetum.quantize_model(model, tmp_path / "work", bits=4, route=DirectCbk(overwrite=True))
     assert len(contents(tmp_path / "work-cbk")) > 3
 
