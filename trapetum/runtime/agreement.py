@@ -34,6 +34,7 @@ from trapetum.kernels.cpu.prepared import (
     Table,
     Ternary,
 )
+from trapetum.runtime.finite import unwarned
 from trapetum.runtime.matrix import FUSED_TOKENS, PreparedMatrix, build_matrix
 from trapetum.tensors import QuantizedTensor
 
@@ -67,14 +68,14 @@ def product_gap(x: NDArray[Any], weights: NDArray[Any]) -> Callable[[NDArray[Any
     callable
         Of the products of the first tokens, shape (some tokens, rows): the largest deviation of any.
     """
-    with np.errstate(all="ignore"):  # infinities are found by name elsewhere
+    with unwarned():  # infinities are found by name elsewhere
         inputs, wide = x.astype(np.float64), weights.astype(np.float64)
         exact = inputs @ wide.T
         size = np.linalg.norm(inputs, axis=1)[:, None] * np.linalg.norm(wide, axis=1)
         size = size / np.sqrt(x.shape[1]) + np.finfo(np.float32).tiny
 
     def gap(found: NDArray[Any]) -> float:
-        with np.errstate(all="ignore"):
+        with unwarned():
             return float(np.max(np.abs(found - exact[: len(found)]) / size[: len(found)], initial=0.0))
 
     return gap

@@ -20,6 +20,7 @@ from trapetum.formats.view import ReplacedTensors
 from trapetum.kernels.cpu.pool import Pool
 from trapetum.progress import Progress
 from trapetum.runtime.calibrate import Scratch, Streamed, batches
+from trapetum.runtime.finite import unwarned
 from trapetum.runtime.layers import Layer
 from trapetum.tensors import QuantizedTensor
 
@@ -74,7 +75,7 @@ def divergences(
     layers = model.config.num_hidden_layers
     runs = layers + sum(layers - layer for layer, _ in changes)
     progress.begin("measure the model", runs * ids.size, "token")
-    with Scratch() as scratch, pool.session(), np.errstate(all="ignore"):  # a change may break the model
+    with Scratch() as scratch, pool.session(), unwarned():  # a change may break the model
         shape = (1 + len(changes), *ids.shape, model.config.hidden_size)
         original, *own = scratch.zeros(shape, np.float32)  # one file, however many changes there are
         model.begin(ids, original)
@@ -139,10 +140,9 @@ def _compared(model: Streamed, original: Floats, streams: Mapping[int, Floats]) 
                 known: Floats = known,
                 shares: Floats = shares,
             ) -> None:
-                with np.errstate(all="ignore"):
-                    lost = known[piece] - other[piece]
-                    lost *= shares[piece]
-                    into[piece] = lost.sum(axis=1, dtype=np.float64)
+                lost = known[piece] - other[piece]
+                lost *= shares[piece]
+                into[piece] = lost.sum(axis=1, dtype=np.float64)
 
             model.pool.blocks(compare, len(known), _PIECE // vocab)
     means = {i: float(values.mean()) for i, values in sums.items()}
@@ -154,9 +154,8 @@ def _logarithms(logits: Floats, pool: Pool) -> Floats:
 
     def piece(rows: slice) -> None:
         part = logits[rows]
-        with np.errstate(all="ignore"):  # what is not finite is found afterwards
-            part -= part.max(axis=1, keepdims=True)
-            part -= np.log(np.exp(part).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+        part -= part.max(axis=1, keepdims=True)
+        part -= np.log(np.exp(part).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
 
     pool.blocks(piece, len(logits), _PIECE // logits.shape[1])
     return logits
